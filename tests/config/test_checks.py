@@ -82,7 +82,47 @@ CASES = {
     ),
     "warm-up of nothing": (
         ["model.linear_warmup_steps=9"],
-        ["model.linear_warmup_steps=9 with model.linear=plain; nothing is quantised; set it to 0"],
+        ["model.linear_warmup_steps=9 with model.linear=plain; nothing becomes ternary; set it to 0"],
+    ),
+    "rounded weights without adapters": (
+        ["model.linear=lr_qat", "lora=none"],
+        ["model.linear=lr_qat with lora=none; adapters decide how its weights are rounded; use lora=all_linear_r32."],
+    ),
+    "rounded weights in NF4": (
+        ["model.linear=lr_qat", "model.base=nf4"],
+        ["model.base=nf4 with model.linear=lr_qat; its weights are held in one byte each already; use model.base="],
+    ),
+    "lengths of rounded rows": (
+        ["model.linear=lr_qat", "lora.dora=true"],
+        ["lora.dora=true with model.linear=lr_qat; scales are trained", "use lora.dora=false."],
+    ),
+    "singular directions of rounded weights": (
+        ["model.linear=lr_qat", "lora.init=pissa"],
+        ["lora.init=pissa with model.linear=lr_qat; adapters begin as zero", "use lora.init=b_zero."],
+    ),
+    "dropout where nothing is multiplied": (
+        ["model.linear=lr_qat", "lora.dropout=0.1"],
+        ["lora.dropout=0.1 with model.linear=lr_qat; adapters have no input that could be dropped; use"],
+    ),
+    "a rounded encoder": (
+        ["model.linear=lr_qat", "objective=mlm"],
+        ["objective=mlm with model.linear=lr_qat; it is for decoders that predict the next token"],
+    ),
+    "warm-up of rounding": (
+        ["model.linear=lr_qat", "model.linear_warmup_steps=9"],
+        ["model.linear_warmup_steps=9 with model.linear=lr_qat; nothing becomes ternary; set it to 0"],
+    ),
+    "bits of nothing": (
+        ["model.linear_bits=3"],
+        ["model.linear_bits=3 with model.linear=plain; no weight is rounded to integers in training; leave it out"],
+    ),
+    "a rate of no scales": (
+        ["optim.scale_lr_ratio=1"],
+        ["optim.scale_lr_ratio=1.0 with model.linear=plain; no weight is rounded to integers in training"],
+    ),
+    "more bits than a byte has beside its sign": (
+        ["model.linear=lr_qat", "model.linear_bits=8"],
+        ["model.linear_bits=8; it must be at most 7."],
     ),
     "no adapter target": (["lora.targets=[]"], ["lora.targets=[] with lora.r=16; name the modules", "lora=none"]),
     "saved name": (["model.saved=[up_porj]"], ["model.saved has 'up_porj'", "Did you mean 'up_proj'?"]),

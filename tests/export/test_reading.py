@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
-from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
 A_OF_FIRST = f"base_model.model.{MODULES[0]}.lora_A.weight"
@@ -42,6 +42,33 @@ def test_what_was_written_comes_back(tmp_path: Path, scaling: str, dora: bool) -
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in parameters.items())
     assert found.lora == LoraConfig(r=2, alpha=6.0, targets=list(MODULES), scaling=scaling, dora=dora)
     assert found.base == "lab/base"
+
+
+@pytest.mark.xla
+def test_that_of_rounded_weights_is_for_weights_that_are_rounded_so_and_not_for_peft(tmp_path: Path) -> None:
+    from peft import PeftConfig
+
+    lora = LoraConfig(r=2, alpha=6.0, targets=["q_proj", "down_proj"])
+    parameters = tensors_of(0) | {f"{module}.lora_weight_scale": torch.rand(3, 1) for module in MODULES}
+    model = ModelConfig(linear="lr_qat", linear_bits=3)
+    write_adapter(
+        str(tmp_path), parameters=parameters, initial={}, lora=lora, base_path="lab/base", revision=None,
+        rounded=rounded_settings(model),
+    )  # fmt: skip
+    found = read_adapter(str(tmp_path))
+    assert found.tensors.keys() == parameters.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in parameters.items())
+    require_rounded_alike(found, model, key="task.adapter=x")
+    for other in (ModelConfig(), ModelConfig(linear="lr_qat")):
+        with pytest.raises(
+            ConfigError, match=r"^task.adapter=x with .*use model.linear=lr_qat model.linear_bits=3 mod"
+        ):
+            require_rounded_alike(found, other, key="task.adapter=x")
+    with pytest.raises((KeyError, ValueError), match="LR_QAT"):
+        PeftConfig.from_pretrained(str(tmp_path))
+    written(tmp_path)
+    with pytest.raises(ConfigError, match=r"^task.adapter=x with .*are not rounded; use model.linear=plain\.$"):
+        require_rounded_alike(read_adapter(str(tmp_path)), model, key="task.adapter=x")
 
 
 def test_that_of_a_reduced_base_is_one_of_the_whole_base(tmp_path: Path) -> None:

@@ -146,6 +146,24 @@ def test_analytic_memory_against_the_compiler(case: str) -> None:
     assert memory.source == "analytic"
 
 
+def test_rounded_weights_take_a_byte_and_the_gradient_of_every_one() -> None:
+    settings = {"lora_rank": 16, "targets": TARGETS}
+    plain, rounded = (flops_of_token(MISTRAL, seq_len=2048, trainable="lora", rounded=r, **settings) for r in (0, 1))
+    assert plain.lora > 0
+    assert rounded.lora == 0
+    assert rounded.weight_gradient == rounded.forward == plain.forward
+    step = {"seq_len": 2048, "micro_rows": 1, "trainable": "lora", "recompute": True, **settings}
+    matrices, rows = (32 * sum(product) for product in (
+        [a * b for a, b in read_decoder(MISTRAL).projections.values()],
+        [high for _, high in read_decoder(MISTRAL).projections.values()],
+    ))  # fmt: skip
+    dense, whole, groups = (analytic_memory(MISTRAL, step=StepSettings(**step, group=g)) for g in (None, 0, 128))
+    assert (dense.base - whole.base) * 2**30 == pytest.approx(matrices)
+    assert (whole.adapters - dense.adapters) * 2**30 == pytest.approx(4 * rows)
+    assert (groups.adapters - dense.adapters) * 2**30 == pytest.approx(4 * matrices / 128)
+    assert whole.optimizer == pytest.approx(2 * whole.adapters)
+
+
 def test_analytic_memory_sharded_against_the_compiler() -> None:
     """1.75 + 0.80 GiB per chip, with adapters and state split as well; ours stay whole."""
     settings = {"seq_len": 1024, "micro_rows": 1, "recompute": True, "sharding": "fsdp", "chips": 8}

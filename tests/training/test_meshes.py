@@ -36,6 +36,13 @@ CASES = {
         "sharding=fsdp",
         "model.base=nf4",
     ),
+    "mistral, fsdp 2 x tensor 2, rounded in groups": (
+        "model=mistral7b",
+        LORA,
+        TENSOR,
+        "model.linear=lr_qat",
+        "model.linear_group=16",
+    ),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
     "llama, fsdp 4, all weights, decay by name, averages": (
         "model=llama_mini",

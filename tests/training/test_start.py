@@ -179,6 +179,7 @@ REFUSED = {
     "rank": (("lora.r=4",), "it was trained with lora.r=8, now 4; restore the values, or merge"),
     "scale": (("lora.alpha=5",), "it was trained with lora.alpha=16"),
     "lengths of rows": (("lora.dora=true",), "it was trained with lora.dora=False, now True"),
+    "rounded weights": (("model.linear=lr_qat",), "it was trained with model.linear='plain', now 'lr_qat'"),
     "targets": (("lora.targets=[q_proj]",), "it lacks 0 tensors of this run and has "),
     "base": (("model=qwen05b", "model.size=tiny"), "it was trained with model.path="),
     "optimizer": (

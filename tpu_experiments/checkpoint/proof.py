@@ -25,7 +25,7 @@ from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import A, B, effects, num_changed
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.stacked import is_magnitude
+from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, not_finite, unequal
 
@@ -68,14 +68,15 @@ class TrainedEvidence:
         self._halves: dict[str, Tensor] = {}
         """A or B of modules whose other half is in a later file."""
         self._of_other_length: set[str] = set()
-        """Modules whose rows have other lengths than at the start (DoRA): an effect even where B A is zero."""
+        """Modules whose rows have other lengths (DoRA) or scales (LR-QAT) than at first: an effect even where B A is
+        zero."""
 
     def add(self, tensors: Tensors) -> None:
         """Add the tensors of one file."""
         self._num_tensors += len(tensors)
         self._num_changed += num_changed(tensors, self._start.fingerprints)
         if self._start.is_adapter:
-            lengths = {name: t for name, t in tensors.items() if is_magnitude(name)}
+            lengths = {n: t for n, t in tensors.items() if is_magnitude(n) or is_learnt_scale(n)}
             moved = (name for name, t in lengths.items() if num_changed({name: t}, self._start.fingerprints))
             self._of_other_length |= {name.rpartition(".")[0] for name in moved}
             known = {**self._halves, **{name: t for name, t in tensors.items() if name not in lengths}}

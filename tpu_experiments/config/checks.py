@@ -13,13 +13,14 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, SAVABLE
+from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import (
     ClassifyConfig,
     Config,
     MaskedConfig,
     MaskedDiffusionConfig,
+    NextTokenConfig,
     ReplacedTokenConfig,
 )
 from tpu_experiments.config.start import start_problems
@@ -307,6 +308,7 @@ def _model(config: Config) -> list[str]:
     problems += _variants(config)
     problems += _base(config)
     problems += _linear(config)
+    problems += _rounded(config)
     key, chosen = "model.dtype", model.dtype
     if isinstance(config.task, AnswerTaskConfig):
         key, chosen = "task.dtype", config.task.dtype or model.dtype
@@ -370,12 +372,12 @@ def _base(config: Config) -> list[str]:
 def _linear(config: Config) -> list[str]:
     """Return what layers with quantised weights cannot do."""
     model, problems = config.model, []
-    if model.linear_warmup_steps and model.linear == "plain":
+    if model.linear_warmup_steps and model.linear != "bitnet":
         problems.append(
-            f"model.linear_warmup_steps={model.linear_warmup_steps} with model.linear=plain; nothing is quantised; set "
-            "it to 0, or use model.linear=bitnet."
+            f"model.linear_warmup_steps={model.linear_warmup_steps} with model.linear={model.linear}; nothing "
+            "becomes ternary; set it to 0, or use model.linear=bitnet."
         )
-    if model.linear == "plain":
+    if model.linear != "bitnet":
         return problems
     if config.lora.r > 0 and config.task.name == "train":
         problems.append(
@@ -388,6 +390,46 @@ def _linear(config: Config) -> list[str]:
             "use objective=next_token."
         )
     return problems
+
+
+def _rounded(config: Config) -> list[str]:
+    """Return what training of rounded weights (`model.linear=lr_qat`) cannot do."""
+    model, lora = config.model, config.lora
+    if model.linear != "lr_qat":
+        given = {f"model.{key}": getattr(model, key) for key in OF_ROUNDED if getattr(model, key) != OF_ROUNDED[key]}
+        if config.optim.scale_lr_ratio != 0.01:
+            given["optim.scale_lr_ratio"] = config.optim.scale_lr_ratio
+        return [
+            f"{key}={value} with model.linear={model.linear}; no weight is rounded to integers in training; leave it "
+            "out, or use model.linear=lr_qat."
+            for key, value in given.items()
+        ]
+    if lora.r == 0:
+        if config.task.name not in ("train", "plan", "resume_check"):
+            return []  # the base, or a merged model
+        return [
+            "model.linear=lr_qat with lora=none; adapters decide how its weights are rounded; use lora=all_linear_r32."
+        ]
+    wrong = {
+        f"model.base={model.base}": (model.base != "dense", "its weights are held in one byte each already", "dense"),
+        "lora.dora=true": (lora.dora, "scales are trained, and lengths of rows would be the same again", "false"),
+        f"lora.init={lora.init}": (
+            lora.init not in ("b_zero", "a_zero"),
+            "adapters begin as zero, and are in units of the integers",
+            "b_zero",
+        ),
+        f"lora.dropout={lora.dropout:g}": (lora.dropout > 0, "adapters have no input that could be dropped", "0"),
+        f"objective={config.objective.name}": (
+            config.objective._target_ != NextTokenConfig._target_,
+            "it is for decoders that predict the next token",
+            "next_token",
+        ),
+    }
+    return [
+        f"{setting} with model.linear=lr_qat; {reason}; use {setting.partition('=')[0]}={instead}."
+        for setting, (is_wrong, reason, instead) in wrong.items()
+        if is_wrong
+    ]
 
 
 def _length_problems(config: Config, limit: int) -> list[str]:

@@ -88,10 +88,19 @@ class ModelConfig:
     base_activations: str = choice("as_they_are", "int8", default="as_they_are")
     """`int8`: products of `base=int8` round their input to int8, with a scale per token, and multiply integers: faster
     on v5e, slower on v6e, and less exact."""
-    linear: str = choice("plain", "bitnet", default="plain")
+    linear: str = choice("plain", "bitnet", "lr_qat", default="plain")
     """Linear modules of the layers. `bitnet`: weights of -1, 0 and 1 times their mean magnitude, and inputs of 8 bits
     with a scale per token (BitNet b1.58, arXiv 2402.17764), trained in float through the rounding; a Llama becomes
-    transformers' BitNet, which has two further norms in a layer. It needs `lora=none`."""
+    transformers' BitNet, which has two further norms in a layer. It needs `lora=none`. `lr_qat`: weights with an
+    adapter are rounded to integers in every forward pass, and the adapter and their scales learn how (LR-QAT, arXiv
+    2406.06385); the frozen weights are held in one byte each."""
+    linear_bits: int = number(default=4, at_least=2, at_most=7)
+    """Bits of the integers of `linear=lr_qat`."""
+    linear_group: int = number(default=0, at_least=0)
+    """Weights of a row that share a scale in `linear=lr_qat`; 0: all of a row. vLLM reads 0, 32, 64 and 128."""
+    linear_activations: str = choice("as_they_are", "int8", default="as_they_are")
+    """`int8`: the inputs of weights of `linear=lr_qat` are rounded to 8 bits too, between the least and the greatest
+    feature of each token."""
     linear_warmup_steps: int = number(default=0, at_least=0)
     """Steps of the first stage over which `linear=bitnet` goes from the values as they are to the quantised ones, for a
     start from a pre-trained Llama; 0 quantises from the first step on. Evaluations are of the quantised model."""
@@ -126,6 +135,15 @@ class ModelConfig:
 
 HELD = ("base", "base_double_quant", "base_activations")
 """Settings of a model that say how its frozen weights are stored."""
+
+
+OF_ROUNDED: dict[str, Any] = {"linear_bits": 4, "linear_group": 0, "linear_activations": "as_they_are"}
+"""Settings of `linear=lr_qat` alone, with their defaults."""
+
+
+def rounded_settings(model: ModelConfig) -> dict[str, Any] | None:
+    """Return what rounded weights are rounded to; None where none are."""
+    return {key: getattr(model, key) for key in OF_ROUNDED} if model.linear == "lr_qat" else None
 
 
 def held_as_given(model: ModelConfig, *, given: ModelConfig) -> ModelConfig:

@@ -364,6 +364,8 @@ class OptimConfig:
     """Global gradient norm above which gradients are scaled down, after the sum over devices; null does not clip."""
     b_lr_ratio: float = number(default=1.0, above=0)
     """Learning rate of every adapter's B over that of A (LoRA+, arXiv 2402.12354); weight decay of B is scaled too."""
+    scale_lr_ratio: float = number(default=0.01, above=0)
+    """Learning rate of the scales of `model.linear=lr_qat` over that of A (LR-QAT's authors: 1e-5 and 1e-3)."""
     no_decay: list[str] = field(default_factory=list)
     """Shell patterns over the names of trainable parameters, such as `*embed_tokens*`, of which matching matrices have
     no weight decay either. Each must match a parameter, and a kind of module in all layers."""

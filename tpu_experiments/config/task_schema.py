@@ -351,7 +351,7 @@ def generating_problems(task: GenerateTaskConfig) -> list[str]:
 
 # ---- export -------------------------------------------------------------------------------------------------
 
-FORMS = ("peft", "merged", "gguf", "int8", "nf4", "bitnet")
+FORMS = ("peft", "merged", "gguf", "int8", "nf4", "bitnet", "lr_qat")
 """Forms that task=export writes."""
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 """Data types of the weights in a GGUF file, by llama.cpp's names."""
@@ -401,9 +401,10 @@ class ExportTaskConfig(WrittenFormsConfig):
     """Settings of task=export."""
 
     forms: list[str] = field(default_factory=list)
-    """Forms to write; empty writes `peft` and `merged`, of a model without adapters `merged` alone. `peft` is the
-    adapter, `merged` the whole model for transformers, vLLM, TGI and MaxText, `gguf` for llama.cpp and Ollama, `int8`
-    compressed-tensors' W8A16, `nf4` bitsandbytes', `bitnet` the packed ternary weights of `model.linear=bitnet`."""
+    """Forms to write; empty writes `peft` and `merged`, of a model without adapters `merged` alone, of rounded weights
+    `lr_qat`. `peft` is the adapter, `merged` the whole model for transformers, vLLM, TGI and MaxText, `gguf` for
+    llama.cpp and Ollama, `int8` compressed-tensors' W8A16, `nf4` bitsandbytes', `bitnet` the packed ternary weights of
+    `model.linear=bitnet`, `lr_qat` the packed integers of `model.linear=lr_qat` in compressed-tensors' layout."""
     gguf_types: list[str] = field(default_factory=lambda: ["f16", "q8_0"])
     """Data types of the GGUF files, one file each: f32, f16, bf16 or q8_0."""
 

@@ -5,7 +5,7 @@ vectors without CUDA, so they have a layout of this program (`quantisation/parts
 before anything is written (export/calibration.py); here their tensors are put beside the others.
 Legend: N output features, K input features, G groups of a row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +21,7 @@ from tpu_experiments.quantisation.vectors import Vectors, encoded
 
 
 class GridForm:
-    """Symmetric integers with a scale for each group of a row (`rtn`, `gptq`).
+    """Symmetric integers with a scale for each group of a row, or for a whole row (`rtn`, `gptq`, `lr_qat`).
 
     Args:
         feedback: whether later columns make good the error of earlier ones, which takes calibration rows.
@@ -29,27 +29,29 @@ class GridForm:
 
     def __init__(self, grid: Grid, *, form: str, feedback: bool) -> None:
         self.grid, self.form, self.needs_inputs = grid, form, feedback
-        self.needs = f"of a width that task.group={grid.group} divides"
+        self.needs = f"of a width that groups of {grid.group} divide" if grid.group else "with a scale for each row"
 
     def holds(self, shape: tuple[int, int]) -> bool:
         """Return whether rows are whole groups."""
-        return shape[1] % self.grid.group == 0
+        return shape[1] % self.grid.columns_of(shape[1]) == 0
 
     def bits(self, shape: tuple[int, int]) -> float:
         """Return the bits of a weight as stored, its part of a scale in float32 among them."""
-        return self.grid.bits + 32 / self.grid.group
+        return self.grid.bits + 32 / self.grid.columns_of(shape[1])
 
     def encode(self, weight_NK: Tensor, hessian_KK: Tensor | None, *, seed: int) -> tuple[Parts, Tensor]:
         """Return words, scales and the shape, and the weight that they decode to; nothing is drawn by `seed`."""
         grid = self.grid
         made = rounded(weight_NK, grid) if hessian_KK is None else with_feedback(weight_NK, hessian_KK, grid)
-        codes_NK, scales_NG = made
-        parts = {
-            "_packed": packed_words(codes_NK, bits=grid.bits),
+        return self.packed(*made), grid.decode(*made)
+
+    def packed(self, codes_NK: Tensor, scales_NG: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that stand for integers and their scales, by the end of their names."""
+        return {
+            "_packed": packed_words(codes_NK, bits=self.grid.bits),
             "_scale": scales_NG,
-            "_shape": torch.tensor(weight_NK.shape),
+            "_shape": torch.tensor(codes_NK.shape),
         }
-        return parts, grid.decode(codes_NK, scales_NG)
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
@@ -58,7 +60,30 @@ class GridForm:
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
-        return pack_quantized(kept, num_bits=self.grid.bits, strategy="group", group_size=self.grid.group)
+        grouping = {"strategy": "group", "group_size": self.grid.group} if self.grid.group else {"strategy": "channel"}
+        return pack_quantized(kept, num_bits=self.grid.bits, **grouping)
+
+
+class TrainedGrid:
+    """The integers of a run with rounded weights (`model.linear=lr_qat`), as the layout of an export.
+
+    Args:
+        scales: trained scales (N, G) by the name of the weight.
+    """
+
+    form = "lr_qat"
+
+    def __init__(self, grid: Grid, *, scales: Mapping[str, Tensor]) -> None:
+        self.grid, self.scales = grid, scales
+        self._stored = GridForm(grid, form=self.form, feedback=False)
+        self.needs, self.holds, self.bits = self._stored.needs, self._stored.holds, self._stored.bits
+        self.shapes, self.config = self._stored.shapes, self._stored.config
+
+    def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that stand for a weight that is its scales times integers, in float32."""
+        scales_NG = self.scales[name].to(torch.float32)
+        made = self._stored.packed(self.grid.codes(weight_NK, scales_NG), scales_NG)
+        return {f"{name}{end}": tensor for end, tensor in made.items()}
 
 
 class VectorForm:

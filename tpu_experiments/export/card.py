@@ -33,6 +33,7 @@ WHAT = {
     "int8": "with its layers' weights in int8, one scale per output feature (W8A16), in compressed-tensors' layout",
     "nf4": "with its layers' weights in NF4 with double quantisation, in bitsandbytes' layout",
     "bitnet": "with the ternary weights of its layers in 2 bits, in the layout of transformers' BitLinear",
+    "lr_qat": "with its layers' weights as integers that were trained as such (LR-QAT), in compressed-tensors' layout",
     "gguf": "as GGUF files for llama.cpp and what is built on it",
     "rtn": "with its layers' weights as integers of a few bits, in compressed-tensors' layout",
     "gptq": "with its layers' weights as integers of a few bits, by GPTQ, in compressed-tensors' layout",
@@ -45,6 +46,7 @@ QUANTISED = {
     "gptq": "compressed-tensors",
     "vptq": "tpu_experiments",
     "bitnet": "accelerate",
+    "lr_qat": "compressed-tensors",
 }
 """Package that a quantised form needs."""
 

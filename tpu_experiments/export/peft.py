@@ -26,6 +26,8 @@ DECODER = "model.language_model."
 LOW_RANK = ("lora_A", "lora_B")
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
+ROUNDED = "LR_QAT"
+"""`peft_type` of adapters of rounded weights (models/low_rank_qat.py), which are this program's alone."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """File of the adapter's settings, written after the tensors, so its presence means that they are complete."""
@@ -40,16 +42,19 @@ def write_adapter(
     base_path: str,
     revision: str | None,
     is_transposed: bool = False,
+    rounded: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
-    Tensors of other names are a classifier's head, which is trained whole; PEFT calls its modules `modules_to_save`.
+    Tensors of other names are a classifier's head, which is trained whole; PEFT calls its modules `modules_to_save`. Of
+    rounded weights (`.lora_weight_scale`) the `peft_type` is one that PEFT does not know: it would add B A to the base.
 
     Args:
         initial: PiSSA's A and B before training. The adapter is for the original base weights, not the reduced ones, so
             the export is B A - B0 A0, of rank 2 r.
         is_transposed: the base weights are (in, out), as in GPT-2's Conv1D.
+        rounded: what the adapted weights are rounded to, if they are.
         tokenizer: written beside the adapter, with the chat template it was trained with.
 
     Returns:
@@ -67,6 +72,7 @@ def write_adapter(
     ) | {"fan_in_fan_out": is_transposed}
     head = _head_modules(parameters)
     config |= {"task_type": CLASSIFIER, "modules_to_save": head} if head else {}
+    config |= {"peft_type": ROUNDED, "rounded": dict(rounded)} if rounded else {}
     paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
 

@@ -9,9 +9,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIER, PREFIX, read_layout
-from tpu_experiments.runtime.stacked import MAGNITUDE, is_adapter_part
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIER, PREFIX, ROUNDED, read_layout
+from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
@@ -39,13 +39,16 @@ class Adapter:
     lora: LoraConfig
     """Rank, scale and targets; the targets are the full names of the modules that have tensors."""
     tensors: dict[str, Tensor]
-    """A and B of every adapted module, with DoRA the lengths of its rows, and of a classifier its head."""
+    """A and B of every adapted module, with DoRA the lengths of its rows, of rounded weights their scales, and of a
+    classifier its head."""
     base: str
     """Name or path of its base model as in adapter_config.json; may be empty."""
+    rounded: dict[str, Any] | None = None
+    """What the adapted weights are rounded to (`model_schema.rounded_settings`); None where they are not."""
 
 
 def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
-    """Read the adapter in a local or remote folder.
+    """Read the adapter in a local or remote folder; also one of rounded weights, which this program wrote.
 
     Args:
         has_head: it is a classifier's, with the tensors of a head.
@@ -64,11 +67,11 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
-    dora = bool(config.get("use_dora"))
+    dora, is_rounded = bool(config.get("use_dora")), config.get("peft_type") == ROUNDED
     head = tuple(config.get("modules_to_save") or ()) if has_head and config.get("task_type") == CLASSIFIER else ()
     more = [
-        *_more_in(config | ({"modules_to_save": None} if head else {})),
-        *_more_among(layout, r=r, dora=dora, head=tuple(f"{PREFIX}{name}." for name in head)),
+        *_more_in(config | ({"modules_to_save": None} if head else {}) | ({"peft_type": "LORA"} if is_rounded else {})),
+        *_more_among(layout, r=r, dora=dora, is_rounded=is_rounded, head=tuple(f"{PREFIX}{name}." for name in head)),
     ]
     if more:
         raise ConfigError(
@@ -90,7 +93,28 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
             f"use_dora=false in {ADAPTER_CONFIG} if it is a plain LoRA adapter."
         )
     lora = LoraConfig(r=r, alpha=alpha, targets=targets, scaling=scaling, dora=dora)
-    return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""))
+    rounded = dict(config.get("rounded") or {}) if is_rounded else None
+    return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""), rounded=rounded)
+
+
+def require_rounded_alike(adapter: Adapter, model: ModelConfig, *, key: str) -> None:
+    """Require an adapter of rounded weights to be used with weights that are rounded so, and no other with such.
+
+    Args:
+        key: `key=value` of the adapter, for the message.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    wanted, found = rounded_settings(model), adapter.rounded
+    if wanted == found:
+        return
+    words = {"linear": "plain"} if found is None else {"linear": "lr_qat", **found}
+    raise ConfigError(
+        f"{key} with model.linear={model.linear}; it was trained with weights that are "
+        f"{'not rounded' if found is None else 'rounded in another way'}; use "
+        f"{' '.join(f'model.{name}={value}' for name, value in words.items())}."
+    )
 
 
 def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
@@ -104,12 +128,19 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}={config[name]}" for name in REFUSED if config.get(name))
 
 
-def _more_among(layout: Mapping[str, Tensor], *, r: int, dora: bool, head: tuple[str, ...]) -> Iterator[str]:
-    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head."""
+def _more_among(
+    layout: Mapping[str, Tensor], *, r: int, dora: bool, is_rounded: bool, head: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head.
+
+    Nor trained scales (out, groups) of rounded weights.
+    """
     for name, tensor in sorted(layout.items()):
         if head and name.startswith(head):
             continue
         if dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
+            continue
+        if is_rounded and name.endswith(f".{LEARNT_SCALE}") and tensor.ndim == 2:
             continue
         rank_dim = 0 if name.endswith(A) else 1
         if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:

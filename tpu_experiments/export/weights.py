@@ -9,9 +9,19 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
-from tpu_experiments.models.frozen import describe_trained, require_whole
+from tpu_experiments.models.frozen import describe_trained, require_finite_parts, require_whole
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import MAGNITUDE, A, B, adapted_weights, adapter_weights, lengths_of_rows, scale_of
+from tpu_experiments.models.lora import (
+    MAGNITUDE,
+    A,
+    B,
+    adapted_weights,
+    adapter_weights,
+    folded_weight,
+    lengths_of_rows,
+    scale_of,
+)
+from tpu_experiments.models.low_rank_qat import decoded, grid_of
 from tpu_experiments.models.quantised import format_of, quantised_shapes
 from tpu_experiments.storage.tensors import require_finite
 
@@ -82,6 +92,8 @@ def whole_model(
 ) -> WholeModel:
     """Return the model with its adapters merged: W + scale B A; with DoRA its rows in their trained lengths.
 
+    Of rounded weights (`model.linear=lr_qat`) these are the trained scales times the integers, in float32.
+
     The base is what was trained over: rounded to the run's data type, and of a quantised base the decoded codes.
 
     Args:
@@ -100,7 +112,14 @@ def whole_model(
     own = [name for name in empty if name not in trained]
     require_whole(own, trained=trained, lora=lora, origin=origin)
     source.require_weights({name: shapes[name] for name in own})
-    format = format_of(source.model)
+    format, grid = format_of(source.model), grid_of(source.model)
+
+    def on_grid(item: Named) -> tuple[Tensor, Tensor]:
+        """Return a rounded weight as training began with it, and as it ended."""
+        assert grid is not None
+        require_finite_parts(item.name, trained, place=origin)
+        trained_codes, first_codes = folded_weight(item, trained, lora=lora, grid=grid, dtype=source.dtype)
+        return decoded(*first_codes, dtype=torch.float32), decoded(*trained_codes, dtype=torch.float32)
 
     def base_of(item: Named) -> Tensor:
         if reduced_with_seed is not None and item.name in adapted:
@@ -116,7 +135,16 @@ def whole_model(
                 require_finite(trained[name], name=name, place=origin)
                 yield name, trained[name].to(torch.float32)
                 continue
-            base = base_of(next(bases))
+            item = next(bases)
+            if name in adapted and grid is not None:
+                base, merged = on_grid(item)
+                if effect is not None:
+                    effect.add(base, merged, dtype=dtype)
+                del base, item
+                yield name, merged
+                del merged
+                continue
+            base = base_of(item)
             if name not in adapted:
                 yield name, base
                 continue
@@ -130,6 +158,8 @@ def whole_model(
     linears = {
         f"{n}.weight" for n, part in plain.named_modules() if type(part) is nn.Linear and is_target(n, ALL_LINEAR)
     }
+    if grid is not None and adapted:
+        linears = {name for name in linears if name in adapted}
     held = {name: parameter.detach() for name, parameter in empty.items()}
     return WholeModel(source.export_config, type(plain).__name__, held, frozenset(linears), any(adapted.values()), read)
 

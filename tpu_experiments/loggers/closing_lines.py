@@ -86,7 +86,8 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",
         evaluate,
-        f"  python run.py task=export {run}   # merged, and proven; task.forms=[gguf] too",
+        f"  python run.py task=export {run}   # "
+        + ("its integers, packed and proven" if "rounded" in result else "merged, and proven; task.forms=[gguf] too"),
     ]
     if _is_adapter(result) and not result.get("start"):  # what it started from has one rank
         words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])

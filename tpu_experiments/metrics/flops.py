@@ -143,9 +143,20 @@ class Decoder:
         named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
         return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
 
-    def adapter_parameters(self, *, rank: int, targets: Iterable[str], dora: bool = False) -> int:
-        """Count the elements of all A (rank, in) and B (out, rank), and of DoRA's lengths (out,)."""
-        return sum(rank * (wide + high) + (high if dora else 0) for wide, high in self.adapted(targets))
+    def adapter_parameters(
+        self, *, rank: int, targets: Iterable[str], dora: bool = False, group: int | None = None
+    ) -> int:
+        """Count the elements of all A (rank, in) and B (out, rank), and of DoRA's lengths (out,).
+
+        Args:
+            group: weights that share a trained scale (`model.linear=lr_qat`), 0 for a row; None where there are none.
+        """
+        scales = self.learnt_scales(targets, group=group) if group is not None else 0
+        return scales + sum(rank * (wide + high) + (high if dora else 0) for wide, high in self.adapted(targets))
+
+    def learnt_scales(self, targets: Iterable[str], *, group: int) -> int:
+        """Count the trained scales of rounded weights; a group of 0 is a whole row."""
+        return sum(high * (wide // (group or wide)) for wide, high in self.adapted(targets))
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
@@ -408,7 +419,7 @@ class FlopsPerToken:
     activation_gradient: float
     """Gradient with respect to the inputs of the same matrices."""
     weight_gradient: float
-    """Gradient with respect to the matrices; 0 with LoRA."""
+    """Gradient with respect to the matrices; 0 with LoRA, but where adapters decide how they are rounded."""
     recomputation: float
     """Layers recomputed by the backward pass, attention and adapters included; 0 without."""
     attention: float
@@ -473,6 +484,7 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
         causal=not isinstance(config.objective, MaskedDiffusionConfig),
+        rounded=config.model.linear == "lr_qat",
     )
 
 
@@ -626,6 +638,7 @@ def flops_of_token(
     saved: Collection[str] = (),
     kernel: bool = True,
     causal: bool = True,
+    rounded: bool = False,
 ) -> FlopsPerToken:
     """Return FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
 
@@ -639,6 +652,9 @@ def flops_of_token(
         saved: exceptions that are saved: `attention`, or projections by name.
         kernel: attention is a kernel, which saves what its own backward pass needs where attention is saved.
         causal: a token attends to those before it alone.
+        rounded: adapters decide how weights are rounded (`model.linear=lr_qat`): nothing is multiplied by them, and the
+            gradient of every adapted weight is computed. Not counted are B A and its gradients, which a micro-batch
+            needs four times: each is as many FLOPs as the weights' product with `lora_rank` tokens.
 
     Raises:
         ConfigError: a model that decoder.py does not support.
@@ -647,7 +663,9 @@ def flops_of_token(
     names = [] if trained else list(targets)
     layers, head = 2.0 * decoder.num_layers * decoder.layer_matrices, 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
+    lora_rank = 0 if rounded else lora_rank
     adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=names)
+    of_adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if rounded else 0.0
     twice = dora and dropout > 0
     second = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if twice else 0.0
     share = 1.0 if "attention" not in saved else 0.0 if kernel else 0.5  # plain operations need the scores again
@@ -657,7 +675,7 @@ def flops_of_token(
     return FlopsPerToken(
         forward=layers,
         activation_gradient=layers,
-        weight_gradient=layers if trained else 0.0,
+        weight_gradient=layers if trained else of_adapted,
         recomputation=recomputed if recompute else 0.0,
         attention=3 * attention,  # two products forward, four backward
         head=head * (3 if trained else 2),

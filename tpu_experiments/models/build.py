@@ -16,6 +16,7 @@ from tpu_experiments.models.bitnet import make_ternary
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
 from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
 from tpu_experiments.runtime.ops import Folding, PlaceTensor
@@ -55,7 +56,14 @@ def stacked_weights(
             items = held_as(base, source.model, quantised=quantised)
             if base.name in adapted:
                 format = format_of(source.model) if base.name in quantised else None
-                items = adapter_weights(base, lora=lora, seed=seed, is_transposed=adapted[base.name], format=format)
+                items = adapter_weights(
+                    base,
+                    lora=lora,
+                    seed=seed,
+                    is_transposed=adapted[base.name],
+                    format=format,
+                    grid=grid_of(source.model),
+                )
             for item in items:
                 if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
@@ -130,7 +138,13 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
     make_ternary(module, source.model)
     quantise_linears(module, source.model)
     head = head_parameters(module) if isinstance(module, PreTrainedModel) and source.head == CLASSIFIER else {}
-    report = inject(module, lora, head=head)
+    report = inject(
+        module,
+        lora,
+        head=head,
+        grid=grid_of(source.model),
+        rounds_inputs=source.model.linear_activations == "int8",
+    )
     named = {name for name, _ in module.named_parameters()}
     shared = [name.removesuffix(".weight") for name in adapted_weights(module) if name not in named]
     if shared:

@@ -12,15 +12,19 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import (
+    LEARNT_SCALE,
     MAGNITUDE,
     A,
     B,
     LoraLinear,
+    RoundedLinear,
     adapted_weights,
     adapter_weights,
+    folded_weight,
     lengths_of_rows,
     scale_of,
 )
+from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import format_of, quantised_shapes
 from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
@@ -46,6 +50,8 @@ def build_frozen(
         origin: source of `trained`, for error messages.
         rounded_to: data type in which the base was trained over, if the source's holds more digits.
 
+    Adapters of rounded weights (`model.linear=lr_qat`) are folded into their integers.
+
     Raises:
         ConfigError: the tensors are not of this model, are an incomplete set of a whole one, or have values that are
             NaN or infinite.
@@ -57,6 +63,7 @@ def build_frozen(
     adapted = adapted_weights(module)
 
     quantised = set(quantised_shapes(module))
+    grid = grid_of(source.model)
 
     def divided_lengths(name: str, parts: Mapping[str, Tensor]) -> Named:
         """Divide an adapted weight's trained lengths by the norms of its rows, which do not change any more."""
@@ -79,13 +86,20 @@ def build_frozen(
             if reduced_with_seed is not None and base.name in adapted:
                 is_transposed = adapted[base.name]
                 base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
+            if grid is not None and base.name in adapted:
+                require_finite_parts(base.name, trained, place=origin)
+                dtype = rounded_to or source.dtype
+                (codes, scales), _ = folded_weight(base, trained, lora=lora, grid=grid, dtype=dtype)
+                yield Named(base.name, codes)
+                yield Named(base.name.removesuffix("weight") + LEARNT_SCALE, scales)
+                continue
             parts = list(held_as(base, source.model, quantised=quantised))
             if lora.dora and base.name in adapted:
                 yield divided_lengths(base.name, {part.name: part.tensor for part in parts})
             yield from parts
             del base, parts  # as below
         for name in trained:
-            if is_magnitude(name):
+            if is_magnitude(name) or (grid is not None and is_adapter_part(name)):
                 continue
             tensor = trained[name].to(source.dtype)
             require_finite(tensor, name=name, place=origin)
@@ -95,15 +109,29 @@ def build_frozen(
     for part in module.modules():
         if isinstance(part, LoraLinear):
             part.is_divided = lora.dora
+        if isinstance(part, RoundedLinear):
+            part.fold()
     placed_weights(module, weights(), place=place, marks={})
     placed_buffers(module, place=place)
     return module
 
 
+def require_finite_parts(base: str, trained: Mapping[str, Tensor], *, place: str) -> None:
+    """Require the adapter of a rounded weight to have no NaN or infinite values.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for part in (A, B, LEARNT_SCALE):
+        name = base.removesuffix("weight") + part
+        require_finite(trained[name], name=name, place=place)
+
+
 def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
     """Return a copy of a model whose adapters change nothing: B is zero, and DoRA's lengths are the rows' own.
 
-    It shares every other tensor with the model, and its programs are the same.
+    It shares every other tensor with the model, and its programs are the same. Not for rounded weights, which are
+    folded.
     """
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, tensors)

@@ -24,11 +24,13 @@ from tpu_experiments.models.dropout import NOISE, current_noise, dropped
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
+from tpu_experiments.models.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
 from tpu_experiments.models.packed import by_adapter
 from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
+from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
 
-A, B, MAGNITUDE = ADAPTER_PARTS
+A, B, MAGNITUDE, LEARNT_SCALE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that share one input tensor in most decoders; whether they do is checked at every call."""
 
@@ -137,6 +139,41 @@ class LoraLinear(nn.Module):
         return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout)
 
 
+class RoundedLinear(LoraLinear):
+    """A Linear with a frozen weight in fixed point, whose adapter decides how it is rounded (models/low_rank_qat.py).
+
+    Parameters are Phi0 as `weight`, `lora_A`, `lora_B`, the trained scales, and the bias.
+    """
+
+    is_folded = False
+    """Whether `weight` holds integers that include the adapter, which is then none."""
+
+    def __init__(self, linear: nn.Linear, *, r: int, scale: float, grid: Grid, rounds_inputs: bool, name: str) -> None:
+        """Wrap `linear`; `rounds_inputs` says whether tokens are rounded to 8 bits before the product."""
+        super().__init__(linear, r=r, scale=scale, dropout=0.0, name=name)
+        self.grid, self.bits, self.group, self.rounds_inputs = grid, grid.bits, grid.group, rounds_inputs
+        device, groups = linear.weight.device, self.in_features // grid.columns_of(self.in_features)
+        stored = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.lora_weight_scale = nn.Parameter(torch.empty(self.out_features, groups, device=device))
+
+    def fold(self) -> None:
+        """Compute with integers from now on, which `weight` will be given; A and B are dropped."""
+        self.is_folded = True
+        self.register_parameter(A, None)
+        self.register_parameter(B, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
+        x = rounded_tokens(x) if self.rounds_inputs else x
+        scales = self.lora_weight_scale
+        if self.is_folded:
+            out = F.linear(x, decoded(self.weight, scales, dtype=x.dtype))
+        else:
+            out = rounded_product(x, self.weight, self.lora_A, self.lora_B, scales, grid=self.grid, scale=self.scale)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
 def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
     """Return the input and the output width of a linear layer."""
     if isinstance(linear, Conv1D):
@@ -187,14 +224,24 @@ def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (lora.r if lora.scaling == "alpha_over_r" else math.sqrt(lora.r))
 
 
-def inject(module: nn.Module, lora: LoraConfig, *, head: Collection[str] = ()) -> ParameterReport:
+def inject(
+    module: nn.Module,
+    lora: LoraConfig,
+    *,
+    head: Collection[str] = (),
+    grid: Grid | None = None,
+    rounds_inputs: bool = False,
+) -> ParameterReport:
     """Freeze `module` and give every matching Linear an adapter; `r: 0` leaves every weight trainable.
 
     Args:
         head: parameters that are trained whole, as those of a classifier's head; their modules get no adapter.
+        grid: integers that adapted weights are rounded to (`model.linear=lr_qat`).
+        rounds_inputs: whether the inputs of those are rounded to 8 bits.
 
     Raises:
-        ConfigError: a target matches no Linear; the names that exist are listed.
+        ConfigError: a target matches no Linear; the names that exist are listed. Or an adapted weight cannot be
+            rounded to the grid.
     """
     kinds = (nn.Linear, Conv1D, QuantLinear)
     linears = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
@@ -207,13 +254,37 @@ def inject(module: nn.Module, lora: LoraConfig, *, head: Collection[str] = ()) -
     matched = _matched(linears, lora.targets)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
-        adapted = LoraLinear(
-            linears[name], r=lora.r, scale=scale_of(lora), dropout=lora.dropout, dora=lora.dora, name=name
-        )
+        linear, scale = linears[name], scale_of(lora)
+        if grid is None:
+            adapted = LoraLinear(linear, r=lora.r, scale=scale, dropout=lora.dropout, dora=lora.dora, name=name)
+        else:
+            whole = _require_on_grid(linear, name, grid)
+            adapted = RoundedLinear(whole, r=lora.r, scale=scale, grid=grid, rounds_inputs=rounds_inputs, name=name)
         setattr(module.get_submodule(parent), leaf, adapted)
+    if grid is not None:
+        return report(module, adapters=len(matched))  # they multiply nothing by A alone
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _link_siblings(module.get_submodule(parent))
     return report(module, adapters=len(matched))
+
+
+def _require_on_grid(linear: nn.Module, name: str, grid: Grid) -> nn.Linear:
+    """Return a Linear whose weight can be rounded to the grid.
+
+    Raises:
+        ConfigError: it is GPT-2's Conv1D, or a group does not divide its width.
+    """
+    if type(linear) is not nn.Linear:
+        raise ConfigError(
+            f"model.linear=lr_qat; {name} is a {type(linear).__name__}, and weights of Linear modules alone are "
+            "rounded; leave it out of lora.targets, or use model.linear=plain."
+        )
+    if linear.in_features % grid.columns_of(linear.in_features):
+        raise ConfigError(
+            f"model.linear_group={grid.group}; {name} has {linear.in_features} input features, which are no whole "
+            "groups; use a divisor of that, or 0 for one scale a row."
+        )
+    return linear
 
 
 def _link_siblings(parent: nn.Module) -> None:
@@ -266,15 +337,24 @@ def adapted_weights(module: nn.Module) -> dict[str, bool]:
 
 
 def adapter_weights(
-    base: Named, *, lora: LoraConfig, seed: int, is_transposed: bool = False, format: Format | None = None
+    base: Named,
+    *,
+    lora: LoraConfig,
+    seed: int,
+    is_transposed: bool = False,
+    format: Format | None = None,
+    grid: Grid | None = None,
 ) -> Iterator[Named]:
     """Yield the base weight (for PiSSA reduced by B A), A, B, and with DoRA the lengths of rows.
+
+    With a grid the weight is Phi0, and its scales follow A and B.
 
     The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
 
     Args:
         is_transposed: the weight is (in, out), as in `adapted_weights`.
         format: of a base that is yielded as codes and scales.
+        grid: integers that the weight is rounded to in training.
     """
     prefix = base.name.removesuffix("weight")
     whole = base.tensor.t() if is_transposed else base.tensor
@@ -282,6 +362,11 @@ def adapter_weights(
         weight, a, b = _pissa(whole, r=lora.r, scale=scale_of(lora))
     else:
         weight, (a, b) = whole, _drawn(tuple(whole.shape), name=base.name, lora=lora, seed=seed)
+    if grid is not None:
+        phi, scales = fixed_point(weight, grid)
+        for name, tensor in (("weight", phi), (A, a), (B, b), (LEARNT_SCALE, scales)):
+            yield Named(prefix + name, tensor)
+        return
     parts = {"weight": weight} if format is None else format.quantise(weight)
     if format is not None and (lora.dora or lora.init == "loftq"):
         weight = format.decode(parts, dtype=weight.dtype)
@@ -293,6 +378,22 @@ def adapter_weights(
     yield Named(prefix + B, b)
     if lora.dora:
         yield Named(prefix + MAGNITUDE, lengths_of_rows(weight, a, b, scale=scale_of(lora)))
+
+
+def folded_weight(
+    base: Named, trained: Mapping[str, Tensor], *, lora: LoraConfig, grid: Grid, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the integers (out, in) int8 of a base weight and their scales: as trained, and as training began.
+
+    Args:
+        trained: host tensors of the adapter under Hugging Face's names.
+        dtype: in which the model computed in training.
+    """
+    prefix = base.name.removesuffix("weight")
+    a, b, scales = (trained[prefix + part].to(torch.float32) for part in (A, B, LEARNT_SCALE))
+    phi, first = fixed_point(base.tensor, grid)
+    folded, start = (fold(phi, a, each, grid=grid, scale=scale_of(lora), dtype=dtype) for each in (b, 0 * b))
+    return (folded, scales), (start, first)
 
 
 def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:

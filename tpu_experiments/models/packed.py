@@ -18,7 +18,7 @@ from tpu_experiments.models.float32_gradients import grouped_product
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS
 
 Named = Mapping[str, Tensor]
-A, B, _ = ADAPTER_PARTS
+A, B, *_ = ADAPTER_PARTS
 
 
 def by_adapter(x: Tensor, weight: Tensor, *, num_shards: int) -> Tensor:

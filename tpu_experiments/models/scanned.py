@@ -9,7 +9,7 @@ from torch import Tensor
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
 from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, in_use
-from tpu_experiments.runtime.stacked import is_magnitude, is_side_tensor
+from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, is_side_tensor
 
 LAYER_INPUT = 0
 """Number of the hidden states among the inputs of a layer's graph."""
@@ -129,8 +129,9 @@ def compute_dtype(weights: Iterable[Tensor], names: Iterable[str], *, like: Tens
 
     Integers, scales of codes and DoRA's lengths of rows stay as they are.
     """
+    stays = (is_side_tensor, is_magnitude, is_learnt_scale)
     return tuple(
-        w.to(like.dtype) if w.is_floating_point() and not is_side_tensor(name) and not is_magnitude(name) else w
+        w.to(like.dtype) if w.is_floating_point() and not any(is_kept(name) for is_kept in stays) else w
         for w, name in zip(weights, names, strict=True)
     )
 

@@ -1,6 +1,7 @@
 """LoRA+ (arXiv 2402.12354): a learning rate of its own for every adapter's B, around any optimizer.
 
-As in PEFT, DoRA's lengths of rows have that of B.
+As in PEFT, DoRA's lengths of rows have that of B; trained scales of rounded weights have that of A
+(optim/scale_rate.py).
 Weight decay is per unit of that learning rate, as in PEFT's `create_loraplus_optimizer`; equal to it, tested.
 """
 
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from tpu_experiments.optim.base import Named, Optimizer, State
 from tpu_experiments.optim.group_rates import update_in_groups
-from tpu_experiments.runtime.stacked import ADAPTER_PARTS
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS, MAGNITUDE
+
+OF_B = (ADAPTER_PARTS[1], MAGNITUDE)
+"""Last parts of the names of parameters with the learning rate of B."""
 
 
 class LoraPlus:
@@ -22,7 +26,7 @@ class LoraPlus:
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
         groups = [
-            (self.optimizer, [name for name in parameters if name.endswith(ADAPTER_PARTS[1:]) == is_b], rate)
+            (self.optimizer, [name for name in parameters if name.endswith(OF_B) == is_b], rate)
             for is_b, rate in ((False, lr), (True, lr * self.ratio))
         ]
         return update_in_groups(parameters, grads, state, groups=groups)

@@ -37,6 +37,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         weight_bytes=ITEM_BYTES[config.model.dtype],
         base=config.model.base,
         double_quant=config.model.base_double_quant,
+        group=config.model.linear_group if config.model.linear == "lr_qat" and config.lora.r else None,
     )
 
 

@@ -75,7 +75,7 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
     if geometry.seq_len >= 16:
         shorter = replace(least, seq_len=geometry.seq_len // 2)
         yield f"trainer.seq_len={shorter.seq_len} trainer.micro_batch_rows={least.micro_rows}", config, shorter
-    if config.model.base == "dense" and config.lora.r:
+    if config.model.base == "dense" and config.lora.r and config.model.linear == "plain":
         base = "nf4" if config.hw.device == "cuda" else "int8"
         quantised = replace(config, model=replace(config.model, base=base))
         for cut in [geometry, *cuts]:

@@ -51,7 +51,8 @@ class MemoryEstimate:
     logits: float
     """micro_rows x positions of a chunk x vocabulary in the model's data type, and their log-softmax in float32."""
     gathered: float
-    """Matrices that a sharded step holds gathered at once: two of the largest of a layer."""
+    """Matrices that a sharded step holds gathered at once: two of the largest of a layer. Of rounded weights, what one
+    takes in float32."""
     batch: float
     """Token ids, masks, positions and segments as int32."""
     source: str = "analytic"
@@ -100,6 +101,8 @@ class StepSettings:
     """Bytes of one element in the model's data type."""
     base: str = "dense"
     """Storage of the layers' matrices, as in `model.base`."""
+    group: int | None = None
+    """Weights that share a trained scale where adapters decide how they are rounded, 0 for a row; None elsewhere."""
     double_quant: bool = True
 
 
@@ -139,6 +142,8 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
+    if step.group is not None:  # a byte each
+        matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.targets))
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
@@ -149,6 +154,8 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     inputs = decoder.num_layers * decoder.hidden * per_element
     largest = max(wide * high for wide, high in decoder.projections.values())
     average_bytes = 4 * trained if step.averaged else 0.0
+    # The sum that is rounded, the integers and their gradient, in float32.
+    of_rounding = 3 * 4 * largest / GIB if step.group is not None else 0.0
     return MemoryEstimate(
         base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
@@ -156,7 +163,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         gradients=trained * (4 + step.weight_bytes) / GIB,
         activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
-        gathered=2 * largest * step.weight_bytes / GIB if split > 1 else 0.0,
+        gathered=(2 * largest * step.weight_bytes if split > 1 else 0.0) / GIB + of_rounding,
         batch=tokens * step.accumulation * 4 * 4 / GIB,
     )
 
@@ -168,14 +175,19 @@ def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, 
     """
     if step.trainable == "full":
         return decoder.matrices / split + decoder.vectors, _moment_bytes(decoder, step.optimizer) / split
-    trained = float(decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora))
+    trained = float(
+        decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora, group=step.group)
+    )
     adapted = decoder.adapted(step.targets)
     lengths = 8.0 * sum(high for _, high in adapted) if step.dora else 0.0
+    lengths += 8.0 * decoder.learnt_scales(step.targets, group=step.group) if step.group is not None else 0.0
     if step.optimizer == "adamw":
         return trained, 8 * trained
     if step.optimizer == "adamw8bit":
         return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair) + lengths
     factored = sum(wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in adapted)
+    if step.group is not None:
+        factored += sum(high + wide // (step.group or wide) for wide, high in adapted)
     return trained, 4.0 * factored
 
 

@@ -16,6 +16,7 @@ BLOCK = 128
 DAMPING = 0.01
 """Part of the mean of the Hessian's diagonal that is added to it; GPTQ's and AutoGPTQ's value."""
 EXPONENT = 2.4
+"""Of the error that a search for scales takes the sum of; GPTQ's code has this one."""
 SHRINKS = tuple(1 - 0.01 * step for step in range(0, 60, 3))
 """Parts of the largest magnitude that are tried as a group's range."""
 
@@ -30,12 +31,23 @@ class Grid:
 
     bits: int
     group: int
-    """Columns of a group."""
+    """Columns of a group; 0: a whole row."""
+    exponent: float = EXPONENT
+    """Power of a weight's error in the search for scales."""
 
     @property
     def lowest(self) -> int:
         """The least code; the greatest is one less than its opposite."""
         return -(2 ** (self.bits - 1))
+
+    @property
+    def greatest(self) -> int:
+        """The greatest code."""
+        return -self.lowest - 1
+
+    def columns_of(self, columns: int) -> int:
+        """Return the columns of a group of a weight with this many."""
+        return self.group or columns
 
     def scales(self, weight_NK: Tensor, *, importance_K: Tensor | None = None) -> Tensor:
         """Return the scales (N, G), float32, with the least error over the shrunken ranges.
@@ -44,14 +56,15 @@ class Grid:
             importance_K: weights of the columns' errors; all equal if None.
         """
         rows, columns = weight_NK.shape
-        groups_NGC = weight_NK.reshape(rows, columns // self.group, self.group)
+        group = self.columns_of(columns)
+        groups_NGC = weight_NK.reshape(rows, columns // group, group)
         full_NG = groups_NGC.abs().amax(-1).clamp(min=1e-12) / (2 ** (self.bits - 1) - 0.5)
         weights_GC = torch.ones(columns) if importance_K is None else importance_K
-        weights_GC = weights_GC.reshape(-1, self.group)
+        weights_GC = weights_GC.reshape(-1, group)
         best_NG, least_NG = full_NG.clone(), torch.full_like(full_NG, torch.inf)
         for shrink in SHRINKS:
             tried_NG = full_NG * shrink
-            error_NGC = (self._round(groups_NGC, tried_NG[..., None]) - groups_NGC).abs_().pow_(EXPONENT)
+            error_NGC = (self._round(groups_NGC, tried_NG[..., None]) - groups_NGC).abs_().pow_(self.exponent)
             error_NG = (error_NGC * weights_GC).sum(-1)
             is_better = error_NG < least_NG
             best_NG, least_NG = torch.where(is_better, tried_NG, best_NG), torch.where(is_better, error_NG, least_NG)
@@ -59,15 +72,21 @@ class Grid:
 
     def codes(self, weight_NK: Tensor, scales_NG: Tensor) -> Tensor:
         """Return the nearest codes (N, K), int8."""
-        scales_NK = scales_NG.repeat_interleave(self.group, 1)
-        return torch.round(weight_NK / scales_NK).clamp_(self.lowest, -self.lowest - 1).to(torch.int8)
+        scales_NK = over_columns(scales_NG, weight_NK.shape[1])
+        return torch.round(weight_NK / scales_NK).clamp_(self.lowest, self.greatest).to(torch.int8)
 
     def decode(self, codes_NK: Tensor, scales_NG: Tensor) -> Tensor:
         """Return the weights (N, K), float32, that codes and scales stand for."""
-        return codes_NK.to(torch.float32) * scales_NG.repeat_interleave(self.group, 1)
+        return codes_NK.to(torch.float32) * over_columns(scales_NG, codes_NK.shape[1])
 
     def _round(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return torch.round(weight / scale).clamp_(self.lowest, -self.lowest - 1) * scale
+        return torch.round(weight / scale).clamp_(self.lowest, self.greatest) * scale
+
+
+def over_columns(scales_NG: Tensor, columns: int) -> Tensor:
+    """Return the scale of every column, (N, K), of scales of equal groups of consecutive columns (N, G)."""
+    rows, groups = scales_NG.shape
+    return scales_NG[..., None].expand(rows, groups, columns // groups).reshape(rows, columns)
 
 
 def rounded(weight_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -87,7 +106,7 @@ def with_feedback(weight_NK: Tensor, hessian_KK: Tensor, grid: Grid) -> tuple[Te
     """
     factor = Feedback(hessian_KK)
     scales_NG = grid.scales(weight_NK, importance_K=hessian_KK.diagonal())
-    scales_NK = scales_NG.repeat_interleave(grid.group, 1)[:, factor.order]
+    scales_NK = over_columns(scales_NG, weight_NK.shape[1])[:, factor.order]
 
     def nearest(values_N: Tensor, column: int) -> Tensor:
         return grid._round(values_N, scales_NK[:, column])

@@ -11,9 +11,11 @@ from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.ops import in_use
 from tpu_experiments.runtime.stacked import (
     ADAPTER_PARTS,
+    LEARNT_SCALE,
     MAGNITUDE,
     SIDE_TENSORS,
     is_adapter_part,
+    is_learnt_scale,
     is_magnitude,
     is_side_tensor,
     is_stack,
@@ -21,7 +23,7 @@ from tpu_experiments.runtime.stacked import (
 
 ABSMAX = "_absmax"
 """Suffix of the slot with the scales of the 8-bit codes in the slot without it (optim/blockwise.py)."""
-SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE)
+SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE, LEARNT_SCALE)
 """Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
 OF_XLSTM = {
     "backbone.embeddings.": "embed_tokens.",
@@ -61,7 +63,8 @@ class ShardingTable:
         if is_side_tensor(parameter):
             weight = parameter.rpartition(".")[0] + ".weight"
             return self._axes_of_scales(parameter, shape, of=weight, is_split=parameter.endswith(SPLIT_AS_WEIGHTS))
-        if is_magnitude(parameter) and not any(_matches(glob, parameter) for glob in self.rules):
+        is_vector = is_magnitude(parameter) or is_learnt_scale(parameter)
+        if is_vector and not any(_matches(glob, parameter) for glob in self.rules):
             weight = parameter.rpartition(".")[0] + ".weight"
             # along `tensor` alone, as adapters are
             return in_use(self._axes_of_scales(parameter, shape, of=weight, is_split=True))

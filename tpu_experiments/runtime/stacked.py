@@ -14,7 +14,9 @@ SIDE_TENSORS = ("weight_scale", "weight_absmax", "weight_nested", "weight_offset
 """Last parts of the names of the scales of quantised weights, whose codes are called `weight` (models/quantised.py)."""
 MAGNITUDE = "lora_magnitude_vector"
 """Last part of the name of DoRA's trained lengths of rows (models/dora.py), as in PEFT."""
-ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
+LEARNT_SCALE = "lora_weight_scale"
+"""Last part of the name of the trained scales of rounded weights (models/low_rank_qat.py)."""
+ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE, LEARNT_SCALE)
 """Last parts of the names of an adapter's trained tensors (models/lora.py)."""
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
@@ -37,6 +39,11 @@ def is_adapter_part(name: str) -> bool:
 def is_magnitude(name: str) -> bool:
     """Return whether the parameter of this name holds DoRA's lengths of rows, which are always float32."""
     return name.rpartition(".")[2] == MAGNITUDE
+
+
+def is_learnt_scale(name: str) -> bool:
+    """Return whether the parameter of this name holds trained scales of rounded weights, which are always float32."""
+    return name.rpartition(".")[2] == LEARNT_SCALE
 
 
 def hugging_face_names(name: str) -> list[str]:

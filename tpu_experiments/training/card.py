@@ -54,7 +54,7 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
 
 def _metadata(result: Mapping[str, Any], config: Config) -> str:
     """Return the Hub's metadata, with held-out losses as results."""
-    is_adapter = config.lora.r > 0
+    is_adapter, is_rounded = config.lora.r > 0, config.model.linear == "lr_qat"
     hub_ids = [source.path for source in config.data.values() if is_hub_id(source.path) and config.data_size == "full"]
     kind = PIPELINES[head_of(config)]
     results = [
@@ -71,7 +71,7 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
         ]
     data = ModelCardData(
         base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
-        library_name="peft" if is_adapter else "transformers",
+        library_name=None if is_rounded else "peft" if is_adapter else "transformers",
         pipeline_tag=kind,
         tags=["tpu_experiments", *(["lora"] if is_adapter else [])],
         datasets=hub_ids or None,
@@ -91,6 +91,12 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
     if config.lora.r == 0:
         return f"All weights of {base} ({trained}),{averaged} trained with tpu_experiments."
     lora = config.lora
+    if config.model.linear == "lr_qat":
+        return (
+            f"An adapter of rank {lora.r} and alpha {lora.alpha:g} that decides how {', '.join(lora.targets)} of "
+            f"{base} are rounded to integers of {config.model.linear_bits} bits (LR-QAT; {trained}),{averaged} trained "
+            "with tpu_experiments."
+        )
     return (
         f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
         f"{', '.join(lora.targets)} of {base} ({trained}),{averaged} trained with tpu_experiments."
@@ -99,6 +105,11 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
 
 def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
+    if config.model.linear == "lr_qat":
+        command = f"python run.py task=export task.run={place.rpartition('/')[0]}"
+        return "No other library applies the adapter. Write the integers that it and the base fold into:\n\n" + fenced(
+            [command], language="bash"
+        )
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if result.get("parts"):
         code = [line for part in result["parts"].values() for line in part_code(part, dtype=dtype)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
+from tpu_experiments.config.model_schema import rounded_settings
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
@@ -310,6 +311,7 @@ class RunOutputs:
             base_path=self.base_path,
             revision=config.model.revision,
             is_transposed=any(adapted_weights(model.module).values()),
+            rounded=rounded_settings(config.model),
             tokenizer=self.inputs.tokenizer,
         )
 

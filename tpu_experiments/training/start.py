@@ -28,7 +28,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
-from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import fingerprint, scale_of
 from tpu_experiments.optim.base import State
@@ -46,6 +46,8 @@ OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "
 """Keys that identify the base weights of an adapter, and the architecture of a fully trained model."""
 OF_THE_CODES = {"model.base": "dense", "model.base_double_quant": True}
 """Further such keys of LoftQ's adapters, which start as what the base's codes lost; with their defaults."""
+OF_THE_GRID = {"model.linear": "plain", "model.linear_bits": 4, "model.linear_group": 0}
+"""Further such keys of adapters, whose unit is that of the rounded weights, if they are; with their defaults."""
 DRAWN = ("model.arch", "model.tiny_arch")
 """Further such keys if the weights are drawn at random (with an adapter, `seed` is compared as well)."""
 
@@ -269,6 +271,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
             f"{drawn if drawn != 'it' else 'another name'}; train on that base (model.path=), or mend "
             f"base_model_name_or_path in its {ADAPTER_CONFIG} where the two are the same."
         )
+    require_rounded_alike(adapter, config.model, key=f"start.run={folder}")
     theirs, ours = adapter.lora, config.lora
     are_alike = (theirs.r, theirs.dora) == (ours.r, ours.dora)
     if not are_alike or not math.isclose(scale_of(theirs), scale_of(ours), rel_tol=1e-6):
@@ -295,7 +298,12 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     Raises:
         ConfigError: the model, the adapters or, with `start.take=all`, the optimizer differ.
     """
-    now = {"lora.dora": False, **OF_THE_CODES, **identity(config)}  # which leaves them out where they have no effect
+    now = {
+        "lora.dora": False,
+        **OF_THE_CODES,
+        **OF_THE_GRID,
+        **identity(config),
+    }  # which leaves them out where they have no effect
     theirs = stored.get("lora.r", config.lora.r)
     if theirs == 0 and config.lora.r > 0:
         raise ConfigError(
@@ -309,7 +317,8 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     if is_drawn:
         keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
     if config.lora.r > 0:
-        stored = {"lora.dora": False, **OF_THE_CODES, **stored}
+        stored = {"lora.dora": False, **OF_THE_CODES, **OF_THE_GRID, **stored}
+        keys += OF_THE_GRID
         keys += OF_THE_CODES if stored.get("lora.init") == "loftq" else []
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
         keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora"] if "lora.r" in stored else []

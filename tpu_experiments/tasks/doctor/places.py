@@ -196,7 +196,8 @@ def checkpoint_bytes(config: Config, arch: object) -> int:
     targets = config.lora.targets
     trained = decoder.parameters
     if config.lora.r:
-        trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets, dora=config.lora.dora)
+        group = config.model.linear_group if config.model.linear == "lr_qat" else None
+        trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets, dora=config.lora.dora, group=group)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return trained * ADAM_BYTES * kept
 

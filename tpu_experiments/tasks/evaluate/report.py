@@ -73,8 +73,9 @@ def as_text(
 ) -> str:
     """Return the tables and the path of the results."""
     task = task_of(subject.config)
-    what = {"base": "the base model alone", "checkpoint": "base model -> newest checkpoint"}
-    title = f"{task.split} split, {what.get(subject.kind, f'base model -> {subject.kind}')}"
+    base = "base model" if subject.config.model.linear != "lr_qat" else "rounded base model"
+    what = {"base": f"the {base} alone", "checkpoint": f"{base} -> newest checkpoint"}
+    title = f"{task.split} split, {what.get(subject.kind, f'{base} -> {subject.kind}')}"
     each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
     own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]

@@ -16,7 +16,7 @@ from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, OBJECTIVES, c
 from tpu_experiments.config.model_schema import held_as_given
 from tpu_experiments.config.schema import Config, NextTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
-from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder
@@ -184,5 +184,7 @@ def _with_adapter(subject: Subject, adapter: str) -> Subject:
     """Return the subject with the adapter of a folder, or with the base alone."""
     if adapter == BASE_ALONE:
         return replace(subject, kind="base", place="")
-    config = replace(subject.config, lora=read_adapter(adapter, has_head=True).lora)
+    found = read_adapter(adapter, has_head=True)
+    require_rounded_alike(found, subject.config.model, key=f"task.adapter={adapter}")
+    config = replace(subject.config, lora=found.lora)
     return replace(subject, kind="adapter", place=adapter, config=config)

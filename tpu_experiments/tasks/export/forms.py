@@ -12,11 +12,14 @@ from yaml import YAMLError
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ExportTaskConfig
+from tpu_experiments.export.calibrated import TrainedGrid
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
 from tpu_experiments.export.quantised import Int8Layout, NF4Layout, TernaryLayout, write_quantised
 from tpu_experiments.export.weights import Effect
+from tpu_experiments.models.low_rank_qat import grid_of
+from tpu_experiments.runtime.stacked import LEARNT_SCALE
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
@@ -240,6 +243,49 @@ def write_ternary(folder: str, subject: Subject) -> Written:
     return Written(made.digests, [Copy("bitnet", lambda folder, dtype: TransformersModel(folder, dtype=dtype))], facts)
 
 
+def write_rounded(folder: str, subject: Subject) -> Written:
+    """Write the whole model with the integers that it was trained to compute with, and their scales.
+
+    Raises:
+        ConfigError: no integer differs from those that training began with.
+    """
+    effect, settings, origin = Effect(), subject.source.model, subject.origin
+    grid = grid_of(settings)
+    assert grid is not None, "`subject_of` refuses other models"
+    names = {name: f"{name.removesuffix('weight')}{LEARNT_SCALE}" for name in subject.model.linears}
+    layout = TrainedGrid(
+        grid,
+        scales={name: origin.trained[own] for name, own in names.items()},
+    )
+    made = write_quantised(
+        folder,
+        layout,
+        model=subject.model,
+        dtype=subject.dtype,
+        tokenizer=subject.tokenizer,
+        max_shard_bytes=subject.max_shard_bytes,
+        generation=subject.generation,
+        effect=effect,
+        holds_all=True,
+    )
+    require_effect(effect, subject)
+    facts: dict[str, object] = {
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "quantised": made.quantised,
+        "bits": grid.bits,
+        "group": grid.group,
+        "merge": effect.facts(),
+    }
+    notes = []
+    if settings.linear_activations == "int8":
+        notes.append(
+            "In training the inputs of these weights were rounded to 8 bits, each token between its least and its "
+            "greatest feature. The files do not say so: what reads them computes with inputs that are not rounded."
+        )
+    copy = Copy(layout.form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
+    return Written(made.digests, [copy], facts, notes)
+
+
 Writer = Callable[[str, Subject], Written]
 """Writes a form into a local folder."""
 WRITERS: dict[str, Writer] = {
@@ -249,5 +295,6 @@ WRITERS: dict[str, Writer] = {
     "int8": partial(write_codes, form="int8"),
     "nf4": partial(write_codes, form="nf4"),
     "bitnet": write_ternary,
+    "lr_qat": write_rounded,
 }
 """By form, in the order of `config.task_schema.FORMS`."""

@@ -33,6 +33,7 @@ MAX_PERPLEXITY_RATIO = {
     "gptq": 1.25,
     "vptq": 1.25,
     "bitnet": 1.002,
+    "lr_qat": 1.01,
 }
 """Largest perplexity of an export over that of the trained model, by form or by data type of a GGUF file."""
 
@@ -55,7 +56,7 @@ class Parity:
     """Outcome of one comparison."""
 
     form: str
-    """`peft`, `merged`, `int8`, `nf4`, `bitnet`, a method of task=quantize, or a GGUF file by its data type."""
+    """A form of task=export, a method of task=quantize, or a GGUF file by its data type."""
     verdict: str
     """`ok`, `worse`, or `not checked`."""
     reason: str

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, QuantizeTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.weights import WholeModel, whole_model
@@ -31,8 +32,14 @@ OF_CODES = (
     "row_tokens",
 )
 """Settings of task=quantize that determine what is written."""
-OF_DENSE, OF_TERNARY = ("gguf", "int8", "nf4"), ("bitnet",)
-"""Forms that are for dense weights alone, and for ternary ones alone."""
+OF_DENSE = ("gguf", "int8", "nf4")
+"""Forms that are for weights with as many bits as training gave them."""
+OF_LINEAR = {
+    "plain": ((*OF_DENSE, "peft"), "its weights are neither ternary nor rounded to integers in training"),
+    "bitnet": (("bitnet",), "its weights are ternary: name bitnet or merged"),
+    "lr_qat": (("lr_qat",), "its adapter decides how weights are rounded to integers: name lr_qat or merged"),
+}
+"""By `model.linear`, the forms beside `merged` that its weights have, and why no others."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,13 @@ class Subject:
             return [self.task.method]
         assert isinstance(self.task, ExportTaskConfig)
         whole = ["merged"] if self.origin.lora.r == 0 else ["peft", "merged"]
+        whole = ["lr_qat"] if self.is_rounded else whole
         return list(dict.fromkeys(self.task.forms or whole))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the adapter is of weights that are rounded to integers in training."""
+        return self.origin.config.model.linear == "lr_qat" and self.origin.lora.r > 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +116,7 @@ class Subject:
             "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
             "reduced_with_seed": origin.reduced_with_seed,
             "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
-            **({"linear": origin.config.model.linear} if origin.config.model.linear != "plain" else {}),
+            **({"linear": _linear_of(origin.config.model)} if origin.config.model.linear != "plain" else {}),
             "quantised": [origin.config.model.base, origin.config.model.base_double_quant],
             "drawn_with_seed": origin.config.seed if self.source.random else None,
             "dtype": str(self.dtype),
@@ -137,18 +150,19 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
     if isinstance(task, ExportTaskConfig) and "peft" in task.forms and origin.lora.r == 0:
         raise ConfigError(f"task.forms has peft, and {origin.text} has no adapter; leave it out of task.forms.")
-    is_ternary = origin.config.model.linear == "bitnet"
-    asked = task.forms if isinstance(task, ExportTaskConfig) else []
-    wrong = [form for form in asked if form in (OF_DENSE if is_ternary else OF_TERNARY)]
+    linear = origin.config.model.linear
+    if linear == "lr_qat" and origin.lora.r == 0:
+        linear = "plain"  # its base
+    asked, (own, reason) = task.forms if isinstance(task, ExportTaskConfig) else [], OF_LINEAR[linear]
+    wrong = [form for form in asked if form not in ("merged", *own)]
     if wrong:
         raise ConfigError(
-            f"task.forms has {wrong[0]}, and {origin.text} was trained with model.linear={origin.config.model.linear}; "
-            f"{'its weights are ternary: name bitnet or merged' if is_ternary else 'it has no ternary weights'}."
+            f"task.forms has {wrong[0]}, and {origin.text} was trained with model.linear={linear}; {reason}."
         )
-    if is_ternary and not isinstance(task, ExportTaskConfig):
+    if linear != "plain" and not isinstance(task, ExportTaskConfig):
         raise ConfigError(
-            f"task={task.name}; {origin.text} was trained with model.linear=bitnet, whose weights have fewer bits than "
-            "that; write them with task=export 'task.forms=[bitnet]'."
+            f"task={task.name}; {origin.text} was trained with model.linear={linear}, whose weights are quantised "
+            f"already; write them with task=export 'task.forms=[{own[0]}]'."
         )
     model = whole_model(
         source,
@@ -163,3 +177,10 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
     if place is None:
         place = paths.join(config.output_dir, "exports", str(config.name))
     return Subject(origin.config, task, origin, source, model, load_run_tokenizer(origin.config), place)
+
+
+def _linear_of(model: ModelConfig) -> str | list[str | int]:
+    """Return what determines the quantised weights of a model, for its digest."""
+    if model.linear != "lr_qat":
+        return model.linear
+    return [model.linear, model.linear_bits, model.linear_group, model.linear_activations]

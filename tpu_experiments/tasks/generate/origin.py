@@ -17,7 +17,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, WeightsConfig
 from tpu_experiments.export.card import MARKER
 from tpu_experiments.export.peft import ADAPTER_CONFIG
-from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.storage import paths
 from tpu_experiments.training.batches import tokenizer_location
@@ -99,6 +99,7 @@ def _with_overrides(config: Config, task: WeightsConfig, *, dtype: str | None) -
 def _with_adapter(origin: Origin, folder: str) -> Origin:
     # A classifier's is read too, so that the task refuses it by its objective.
     found = read_adapter(folder, has_head=not writes_text(origin.config))
+    require_rounded_alike(found, origin.config.model, key=f"task.adapter={folder}")
     path = origin.config.model.path
     if found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
         log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)

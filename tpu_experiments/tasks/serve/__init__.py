@@ -81,7 +81,8 @@ def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers]
     if is_base:
         return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
     models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
-    if task.base_beside and origin.lora.r and origin.reduced_with_seed is None:
+    is_apart = origin.reduced_with_seed is None and origin.config.model.linear == "plain"
+    if task.base_beside and origin.lora.r and is_apart:
         module = without_effect(decoder.module, place=runtime.place)
         base = decoder_over(module, runtime, task=task, num_rows=1, seed=config.seed)
         return models | {BASE: Answers(base, reader, runtime=runtime)}, texts | {BASE: "the weights before training"}

@@ -1,0 +1,152 @@
+"""Low-rank quantisation-aware training (LR-QAT, arXiv 2406.06385): adapters that decide how frozen weights are rounded.
+
+A layer computes with s clip(round(Phi0 + scale B A), -2^(b-1), 2^(b-1) - 1). Phi0 = clip(W / s0) is frozen, in fixed
+point of 8 bits (b of them before the point), one byte a weight. s0 has the least L4 error of W's rows or groups; s
+starts there and is trained. Gradients go through the rounding as though it were the identity, and not where the clip is
+at work. Since Phi0 does not follow s, the gradient of s is that of its codes, without the second term of LSQ (arXiv
+1902.08153). What is trained folds into integers of b bits, without an adapter (`fold`).
+Legend: N output features, K input features, R ranks, G groups of a row."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.quantisation.grid import Grid, over_columns
+
+STORED_BITS = 8
+"""Bits of an entry of Phi0."""
+EXPONENT = 4.0
+"""Power of the error in the search for s0, of the authors' runs (`LP_p4`)."""
+CHUNK = 2**22
+"""Weights that are searched for their scales at once: bounds the memory for it to 100 MB."""
+LARGEST = 255
+"""Largest code of an input of 8 bits."""
+SMALLEST_STEP = 1e-8
+"""Lower bound of the step between two codes of an input, for tokens of zeros."""
+
+
+def grid_of(model: ModelConfig) -> Grid | None:
+    """Return the integers that adapted weights are rounded to; None where they are not."""
+    return Grid(model.linear_bits, model.linear_group, EXPONENT) if model.linear == "lr_qat" else None
+
+
+# ---- weights ------------------------------------------------------------------------------------------------
+
+
+def fixed_point(weight_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return Phi0 (N, K) int8 and s0 (N, G) float32 of a weight on the host; of one on the meta device, empty ones."""
+    rows, columns = weight_NK.shape
+    phi_NK = torch.empty(rows, columns, dtype=torch.int8, device=weight_NK.device)
+    scales_NG = torch.empty(rows, columns // grid.columns_of(columns), device=weight_NK.device)
+    if weight_NK.is_meta:
+        return phi_NK, scales_NG
+    count = max(1, CHUNK // columns)
+    for some, phi, scales in zip(weight_NK.split(count), phi_NK.split(count), scales_NG.split(count), strict=True):
+        values = some.to(torch.float32)
+        scales.copy_(grid.scales(values))
+        clipped = (values / over_columns(scales, columns)).clamp(grid.lowest, grid.greatest)
+        phi.copy_(torch.round(clipped * _parts(grid)))
+    return phi_NK, scales_NG
+
+
+def _parts(grid: Grid) -> int:
+    """Return the number of values of Phi0 from one integer to the next."""
+    return int(2 ** (STORED_BITS - grid.bits))
+
+
+def _rounded(phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, *, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return round(Phi0 + scale B A), float32 and not clipped.
+
+    A and B are rounded to `dtype` before, as a TPU does with the factors of a product in any case.
+    """
+    product_NK = b_NR.to(dtype).to(torch.float32) @ a_RK.to(dtype).to(torch.float32)
+    return torch.round(phi_NK.to(torch.float32) * (1 / _parts(grid)) + scale * product_NK)
+
+
+def fold(phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, *, grid: Grid, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return the integers (N, K), int8, that a trained layer computes with.
+
+    Args:
+        dtype: in which the layer computed in training.
+    """
+    rounded_NK = _rounded(phi_NK, a_RK.detach(), b_NR.detach(), grid=grid, scale=scale, dtype=dtype)
+    return rounded_NK.clamp(grid.lowest, grid.greatest).to(torch.int8)
+
+
+def decoded(codes_NK: Tensor, scales_NG: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return s times the codes, rounded once to `dtype`."""
+    columns = codes_NK.shape[1]
+    scales = scales_NG if scales_NG.shape[1] == 1 else over_columns(scales_NG, columns)
+    return (codes_NK.to(torch.float32) * scales).to(dtype)
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+def rounded_product(
+    x: Tensor, phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scales_NG: Tensor, *, grid: Grid, scale: float
+) -> Tensor:
+    """Multiply (..., K) by the rounded weight (N, K), in the data type of `x`.
+
+    The backward pass computes the weight again: nothing of its size is kept.
+    """
+    out: Tensor = _Product.apply(x, phi_NK, a_RK, b_NR, scales_NG, grid, scale)
+    return out
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scales_NG: Tensor, grid: Grid, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, phi_NK, a_RK, b_NR, scales_NG)
+        ctx.grid, ctx.scale = grid, scale
+        codes_NK = _rounded(phi_NK, a_RK, b_NR, grid=grid, scale=scale, dtype=x.dtype).clamp(grid.lowest, grid.greatest)
+        return F.linear(x, decoded(codes_NK, scales_NG, dtype=x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, phi_NK, a_RK, b_NR, scales_NG = ctx.saved_tensors
+        grid, scale = ctx.grid, ctx.scale
+        rounded_NK = _rounded(phi_NK, a_RK, b_NR, grid=grid, scale=scale, dtype=x.dtype)
+        codes_NK = rounded_NK.clamp(grid.lowest, grid.greatest)
+        of_x = grad @ decoded(codes_NK, scales_NG, dtype=x.dtype) if ctx.needs_input_grad[0] else None
+        rows, inputs = (t.flatten(0, -2).to(torch.float32) for t in (grad, x))
+        of_weight_NK = rows.T @ inputs
+        of_scales_NG = (of_weight_NK * codes_NK).reshape(*scales_NG.shape, -1).sum(-1)
+        passed_NK = torch.where(codes_NK == rounded_NK, of_weight_NK, 0.0)
+        passed_NK = passed_NK * (scale * over_columns(scales_NG, phi_NK.shape[1]))
+        of_a = b_NR.to(x.dtype).to(torch.float32).T @ passed_NK
+        of_b = passed_NK @ a_RK.to(x.dtype).to(torch.float32).T
+        return of_x, None, of_a, of_b, of_scales_NG, None, None
+
+
+def rounded_tokens(x: Tensor) -> Tensor:
+    """Round each token's features (..., K) to 8 bits between its least and its greatest value, and zero.
+
+    The gradient is that of the identity. Step and zero point are compressed-tensors' of dynamic asymmetric integers.
+    """
+    rounded: Tensor = _RoundedTokens.apply(x)
+    return rounded
+
+
+class _RoundedTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        values = x.to(torch.float32)
+        least, most = values.amin(-1, keepdim=True).clamp(max=0.0), values.amax(-1, keepdim=True).clamp(min=0.0)
+        step = ((most - least) / LARGEST).clamp(min=SMALLEST_STEP)
+        zero = torch.round(-least / step)
+        codes = (torch.round(values / step) + zero).clamp(0, LARGEST)
+        return ((codes - zero) * step).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        return (grad,)
