@@ -15,8 +15,8 @@ from tests.tiers import only
 from tests.training.runs import REPOSITORY, SAME_SUMS, run
 
 JOB = (
-    "debug=smoke", "data=sample_text", "curriculum=single", "logger=jsonl", "lora.dropout=0.1", "sample.max_new_tokens=0",
-    "trainer.max_eval_rows=8",
+    "debug=smoke", "data=sample_text", "curriculum=single", "logger=jsonl", "lora.dropout=0.1",
+    "sample.max_new_tokens=0", "trainer.max_eval_rows=8",
 )  # fmt: skip
 POINTS = ("-m", *JOB, "name=tried", "sweeping.pack=4", "lora.r=4,8", "optim.lr=3e-4")
 FILES = ("adapter/adapter_model.safetensors", "result.json", "metrics.jsonl", "run.log", "README.md", "config.yaml")

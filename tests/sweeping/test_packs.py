@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.sweeping.engines.base import Started
 from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text, why_alone
 from tpu_experiments.sweeping.points import Point
+from tpu_experiments.sweeping.sweep import Running
 from tpu_experiments.sweeping.totals import pack_lines
 
 
@@ -110,3 +112,28 @@ def test_plans_of_packs_stand_beside_those_of_their_points(tmp_path: Path) -> No
     rows = pack_lines(found, [plan], points_at_once=2)
     assert rows[2].split()[-2:] == ["2.00", "7.00"]
     assert rows[3].split()[-2:] == ["1.20", "3.40"]
+
+
+class Ended(Started):
+    """A pack whose process has ended."""
+
+    def __init__(self, codes: dict[str, int]) -> None:
+        self._codes = codes
+
+    def poll(self) -> int | None:
+        return 1
+
+    def terminate(self) -> None: ...
+
+    def codes(self) -> dict[str, int]:
+        return self._codes
+
+
+def test_a_program_of_which_no_point_finished_is_advised_to_be_smaller() -> None:
+    config = composed()
+    many = [Point(str(number), {}, (), config) for number in range(8)]
+    text = Running(many, Ended({"0": 1})).failed_text(1)
+    assert text == "no point of a program with 8 of them finished; sweeping.pack=4 takes less memory"
+    assert Running(many, Ended({"0": 0, "1": 1})).failed_text(1) is None
+    assert Running(many, Ended({})).failed_text(75) is None
+    assert Running(many[:1], Ended({})).failed_text(1) is None

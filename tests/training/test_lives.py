@@ -160,3 +160,12 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path, now, monkeypatch, caplog):
 
 def _full(path: str, text: str) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_runs_that_share_a_machine_share_its_price(tmp_path, now):
+    """Four runs of a pack together pay what the machine costs."""
+    whole = Ledger(RunFolder(str(tmp_path), "x"), HW, watch=Stopwatch(), began=now[0])
+    parts = [Ledger(RunFolder(str(tmp_path), f"p{n}"), HW, watch=Stopwatch(), began=now[0], share=4) for n in range(4)]
+    for kind, price in whole.life.usd_per_hour.items():
+        assert price
+        assert sum(part.life.usd_per_hour[kind] or 0.0 for part in parts) == pytest.approx(price)

@@ -46,7 +46,14 @@ class Running:
         return self.first.config
 
     def __post_init__(self) -> None:
-        self.first = self.points[0]
+        self.first, self.num_points = self.points[0], len(self.points)
+
+    def failed_text(self, code: int) -> str | None:
+        """Return what to do where a pack failed as a whole, by the exit code of its process; else None."""
+        if self.num_points == 1 or code in (0, STOPPED_EXIT_CODE) or 0 in self.process.codes().values():
+            return None
+        fewer = f"sweeping.pack={self.num_points // 2}" if self.num_points > 3 else "sweeping.pack=off"
+        return f"no point of a program with {self.num_points} of them finished; {fewer} takes less memory"
 
 
 class Sweep:
@@ -124,6 +131,7 @@ class Sweep:
                         self._ended(running, point, codes.get(point.name, code))
                 if code is not None:
                     del self._running[slot]
+                    self._say(running.failed_text(code) if not self.engine.asked else None)
                     self._ended_usd += usd_of(running.config, time.monotonic() - running.started)
             self._prune_due()
             self._stop_at_limit()
