@@ -1,11 +1,14 @@
 """Which points share a program, and what is said of the others."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.config.task_schema import PlanTaskConfig
+from tpu_experiments.planning.stored_plans import programs_key, sizes_of
 from tpu_experiments.sweeping.engines.base import Started
 from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text, why_alone
 from tpu_experiments.sweeping.points import Point
@@ -81,6 +84,20 @@ def test_auto_takes_what_fits_the_chip_and_spreads_over_the_slots() -> None:
     assert "GiB per chip" in why
     assert chosen_size(ranks(*auto, *whole, "hw=v6e8"))[0] > small
     assert chosen_size(ranks(*auto, "hw=v6e1", "sweeping.points_at_once=5"))[0] == 2
+
+
+def test_auto_believes_a_compiled_plan_of_the_pack(tmp_path: Path) -> None:
+    words = ("sweeping.pack=auto", "data=sample_text", "trainer.global_batch_rows=8", "trainer.seq_len=1024")
+    found = ranks(*words, "hw=v6e1", f"output_dir={tmp_path}")
+    widest = found[-1].config
+    arch = sizes_of(widest.model)
+    for size, gib in ((7, 30.0), (8, 33.0)):
+        key = programs_key(replace(widest, task=PlanTaskConfig("plan", pack=size)), arch)
+        file = tmp_path / "plans" / f"pack_{size}" / "plan.json"
+        file.parent.mkdir(parents=True)
+        fields = {"method": "compiled", "programs_key": key, "hbm_gib_per_chip": {"total": gib}}
+        file.write_text(json.dumps({**fields, "fits": gib < 31.25}))
+    assert chosen_size(found) == (7, "compiled at 30.00 of 31.25 GiB per chip; at most 8")
 
 
 def ranks(*overrides: str) -> list[Point]:

@@ -133,9 +133,9 @@ class SweepingConfig:
     `sky`: the largest number of machines rented at a time."""
     pack: str = "off"
     """`off` starts a process for each point. A number trains up to as many points in one process and one program, which
-    loads the base and compiles once; each point has the folder and the losses that it would have alone. Together are
-    points that differ in rank, alpha, scaling, dropout and start of the adapter, `optim`, `schedule` and `seed` alone;
-    what separates others is said. `local` engine; a pack takes the memory of its points' rows."""
+    loads the base and compiles once; each point has the folder and the losses that it would have alone. `auto` takes as
+    many as fit the chips, at most eight. Together are points that differ in rank, alpha, scaling, dropout and start of
+    the adapter, `optim`, `schedule` and `seed` alone; what separates others is said. Engine `local`."""
     max_usd: float | None = number(default=None, above=0)
     """Dollars at which the sweep is stopped, as by Ctrl-C: the cost of this command's points from their starts on,
     waiting for a node or machine included, at the price on demand. With `sky` each machine ends its run by itself too,

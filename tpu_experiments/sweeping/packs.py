@@ -8,6 +8,10 @@ from typing import Any
 
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.task_schema import PlanTaskConfig
+from tpu_experiments.planning.analytic import largest_stage, step_settings
+from tpu_experiments.planning.stored_plans import known_plan, sizes_of
+from tpu_experiments.planning.work import analytic_memory
 from tpu_experiments.sweeping.points import Point
 
 OF_EACH = ("lora.r", "lora.alpha", "lora.dropout", "lora.scaling", "lora.init", "optim.", "schedule.", "seed", "name")
@@ -80,24 +84,30 @@ def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
 
 def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
     """Return how many of the points of the largest rank are estimated to fit a program, at least 1, and why."""
-    from tpu_experiments.planning.analytic import largest_stage
-    from tpu_experiments.planning.stored_plans import sizes_of
-
     widest = max(configs, key=lambda config: config.lora.r)
     arch = sizes_of(widest.model)
     if arch is None:
         return 1, "the model's sizes are not known"
-    limit = largest_stage(widest, arch)[1].limit
-    needs = {size: _memory_of(widest, arch, size=size) for size in range(1, MAX_POINTS + 1)}
-    largest = max((size for size, gib in needs.items() if gib <= limit), default=1)
-    return largest, f"estimated at {needs[largest]:.2f} of {limit:.2f} GiB per chip; at most {MAX_POINTS}"
+    limit, largest, why = largest_stage(widest, arch)[1].limit, 1, "no two fit"
+    for size in range(2, MAX_POINTS + 1):
+        planned = _planned(widest, arch, size=size)
+        gib = _memory_of(widest, arch, size=size) if planned is None else planned
+        if gib <= limit:
+            how = "estimated" if planned is None else "compiled"
+            largest, why = size, f"{how} at {gib:.2f} of {limit:.2f} GiB per chip; at most {MAX_POINTS}"
+    return largest, why
+
+
+def _planned(config: Config, arch: Any, *, size: int) -> float | None:
+    """Return the GiB per chip of a compiled plan of the pack (`pack_plans`); None without one."""
+    if config.hw.topology is None:
+        return None
+    found = known_plan(replace(config, task=PlanTaskConfig("plan", pack=size)), arch)
+    return None if found is None else float(found.fields["hbm_gib_per_chip"]["total"])
 
 
 def _memory_of(config: Config, arch: Any, *, size: int) -> float:
     """Return the GiB per chip that a pack of points like this one is estimated to take."""
-    from tpu_experiments.planning.analytic import largest_stage, step_settings
-    from tpu_experiments.planning.work import analytic_memory
-
     geometry = largest_stage(config, arch)[0].geometry
     rows = replace(geometry, micro_rows=size * geometry.micro_rows)
     memory = analytic_memory(arch, step=step_settings(config, rows))
