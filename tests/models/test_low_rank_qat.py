@@ -1,6 +1,7 @@
 """Weights that adapters round: their start, their gradients, folded as in training, and read by compressed-tensors."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(group: int) -> None:
     values = [drawn(3, 5, COLUMNS, seed=1), drawn(R, COLUMNS, seed=2), drawn(ROWS, R, seed=3), scales]
     upstream = drawn(3, 5, ROWS, seed=4)
     found = []
-    for compute in (rounded_product, by_autograd):
+    by_shards: Any = partial(rounded_product, shards=3)
+    for compute in (rounded_product, by_shards, by_autograd):
         x, a, b, s = (value.clone().requires_grad_() for value in values)
         result: Any = compute(x, phi, a, b, s, grid=grid, scale=1.5)
         out = result[0] if isinstance(result, tuple) else result
@@ -84,7 +86,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(group: int) -> None:
         if isinstance(result, tuple):
             at_the_end = ((result[1] == grid.lowest) | (result[1] == grid.greatest)).float().mean()
             assert 0.05 < float(at_the_end) < 0.6, "the clip is at work"
-    for ours, expected in zip(*found, strict=True):
+    for ours, apart, expected in zip(*found, strict=True):
+        torch.testing.assert_close(apart, ours, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
         assert float(expected.detach().abs().max()) > 0
         torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5 * float(expected.detach().abs().max()))
 

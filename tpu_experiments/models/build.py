@@ -15,7 +15,16 @@ from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.bitnet import make_ternary
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
-from tpu_experiments.models.lora import A, B, ParameterReport, adapted_weights, adapter_weights, fingerprints, inject
+from tpu_experiments.models.lora import (
+    A,
+    B,
+    ParameterReport,
+    RoundedLinear,
+    adapted_weights,
+    adapter_weights,
+    fingerprints,
+    inject,
+)
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
@@ -185,6 +194,9 @@ def build_model(
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
+    for part in module.modules():
+        if isinstance(part, RoundedLinear):
+            part.row_shards = folding.row_shards if folding is not None else 1
     chosen = source.model
     if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
         recompute(module, remat=chosen.remat, saved=chosen.saved)

@@ -147,6 +147,8 @@ class RoundedLinear(LoraLinear):
 
     is_folded = False
     """Whether `weight` holds integers that include the adapter, which is then none."""
+    row_shards = 1
+    """Parts that the rows of a batch are split into inside one program."""
 
     def __init__(self, linear: nn.Linear, *, r: int, scale: float, grid: Grid, rounds_inputs: bool, name: str) -> None:
         """Wrap `linear`; `rounds_inputs` says whether tokens are rounded to 8 bits before the product."""
@@ -170,7 +172,16 @@ class RoundedLinear(LoraLinear):
         if self.is_folded:
             out = F.linear(x, decoded(self.weight, scales, dtype=x.dtype))
         else:
-            out = rounded_product(x, self.weight, self.lora_A, self.lora_B, scales, grid=self.grid, scale=self.scale)
+            out = rounded_product(
+                x,
+                self.weight,
+                self.lora_A,
+                self.lora_B,
+                scales,
+                grid=self.grid,
+                scale=self.scale,
+                shards=self.row_shards,
+            )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -5,7 +5,7 @@ point of 8 bits (b of them before the point), one byte a weight. s0 has the leas
 starts there and is trained. Gradients go through the rounding as though it were the identity, and not where the clip is
 at work. Since Phi0 does not follow s, the gradient of s is that of its codes, without the second term of LSQ (arXiv
 1902.08153). What is trained folds into integers of b bits, without an adapter (`fold`).
-Legend: N output features, K input features, R ranks, G groups of a row."""
+Legend: N output features, K input features, R ranks, G groups of a row, S shards of a batch's rows."""
 
 from typing import Any
 
@@ -89,23 +89,43 @@ def decoded(codes_NK: Tensor, scales_NG: Tensor, *, dtype: torch.dtype) -> Tenso
 
 
 def rounded_product(
-    x: Tensor, phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scales_NG: Tensor, *, grid: Grid, scale: float
+    x: Tensor,
+    phi_NK: Tensor,
+    a_RK: Tensor,
+    b_NR: Tensor,
+    scales_NG: Tensor,
+    *,
+    grid: Grid,
+    scale: float,
+    shards: int = 1,
 ) -> Tensor:
-    """Multiply (..., K) by the rounded weight (N, K), in the data type of `x`.
+    """Multiply (rows, ..., K) by the rounded weight (N, K), in the data type of `x`.
 
     The backward pass computes the weight again: nothing of its size is kept.
+
+    Args:
+        shards: parts that the rows are split into over devices. The gradient of the weight stays apart for each, so
+            that devices exchange those of A, B and the scales, and not one of the weight's size.
     """
-    out: Tensor = _Product.apply(x, phi_NK, a_RK, b_NR, scales_NG, grid, scale)
+    out: Tensor = _Product.apply(x, phi_NK, a_RK, b_NR, scales_NG, grid, scale, shards)
     return out
 
 
 class _Product(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, phi_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scales_NG: Tensor, grid: Grid, scale: float
+        ctx: Any,
+        x: Tensor,
+        phi_NK: Tensor,
+        a_RK: Tensor,
+        b_NR: Tensor,
+        scales_NG: Tensor,
+        grid: Grid,
+        scale: float,
+        shards: int,
     ) -> Tensor:
         ctx.save_for_backward(x, phi_NK, a_RK, b_NR, scales_NG)
-        ctx.grid, ctx.scale = grid, scale
+        ctx.grid, ctx.scale, ctx.shards = grid, scale, shards if x.shape[0] % shards == 0 else 1
         codes_NK = _rounded(phi_NK, a_RK, b_NR, grid=grid, scale=scale, dtype=x.dtype).clamp(grid.lowest, grid.greatest)
         return F.linear(x, decoded(codes_NK, scales_NG, dtype=x.dtype))
 
@@ -117,14 +137,14 @@ class _Product(Function):
         rounded_NK = _rounded(phi_NK, a_RK, b_NR, grid=grid, scale=scale, dtype=x.dtype)
         codes_NK = rounded_NK.clamp(grid.lowest, grid.greatest)
         of_x = grad @ decoded(codes_NK, scales_NG, dtype=x.dtype) if ctx.needs_input_grad[0] else None
-        rows, inputs = (t.flatten(0, -2).to(torch.float32) for t in (grad, x))
-        of_weight_NK = rows.T @ inputs
-        of_scales_NG = (of_weight_NK * codes_NK).reshape(*scales_NG.shape, -1).sum(-1)
-        passed_NK = torch.where(codes_NK == rounded_NK, of_weight_NK, 0.0)
-        passed_NK = passed_NK * (scale * over_columns(scales_NG, phi_NK.shape[1]))
-        of_a = b_NR.to(x.dtype).to(torch.float32).T @ passed_NK
-        of_b = passed_NK @ a_RK.to(x.dtype).to(torch.float32).T
-        return of_x, None, of_a, of_b, of_scales_NG, None, None
+        rows, inputs = (t.reshape(ctx.shards, -1, t.shape[-1]).to(torch.float32) for t in (grad, x))
+        of_weight_SNK = rows.transpose(1, 2) @ inputs
+        of_scales_NG = (of_weight_SNK * codes_NK).reshape(ctx.shards, *scales_NG.shape, -1).sum((0, -1))
+        passed_SNK = torch.where(codes_NK == rounded_NK, of_weight_SNK, 0.0)
+        passed_SNK = passed_SNK * (scale * over_columns(scales_NG, phi_NK.shape[1]))
+        of_a = (b_NR.to(x.dtype).to(torch.float32).T @ passed_SNK).sum(0)
+        of_b = (passed_SNK @ a_RK.to(x.dtype).to(torch.float32).T).sum(0)
+        return of_x, None, of_a, of_b, of_scales_NG, None, None, None
 
 
 def rounded_tokens(x: Tensor) -> Tensor:

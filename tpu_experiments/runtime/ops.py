@@ -149,6 +149,8 @@ class Folding:
     axes: Callable[[str, tuple[int, ...]], Axes] = replicated
     """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()
+    row_shards: int = 1
+    """Number of parts that the rows of a batch are split into inside one program."""
 
 
 def host_copy(tensor: Tensor) -> Tensor:

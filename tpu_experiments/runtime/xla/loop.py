@@ -193,7 +193,7 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
         device: type of device, such as `tpu`, in either case.
     """
     if hw.parallel == "spmd":
-        loop, constrain = loop_for(device, mesh=mesh), constraints_over(mesh)
+        loop, constrain, shards = loop_for(device, mesh=mesh), constraints_over(mesh), mesh.num_shards
     else:
-        loop, constrain = loop_for(device, mesh=Mesh()), unconstrained
-    return Folding(loop, constrain, table.axes, host_memory_for(device))
+        loop, constrain, shards = loop_for(device, mesh=Mesh()), unconstrained, 1
+    return Folding(loop, constrain, table.axes, host_memory_for(device), shards)
