@@ -10,20 +10,15 @@ device tells which adapter to use, so that they are compiled once.
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.config.schema import AdamWConfig, Config
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE, THRESHOLDS, threshold_of
 from tpu_experiments.models.lora import LoraLinear, ParameterReport, drawn_adapters, fingerprints, scale_of
@@ -55,24 +50,16 @@ Batch = Mapping[str, Tensor]
 
 
 class PackedStep:
-    """The steps of several adapters: one forward and backward pass, then each one's own update.
+    """The steps of several adapters: one forward and backward pass, then each one's own update."""
 
-    Updates that differ in numbers alone are computed together (torch.vmap): the program of eight adapters then has as
-    many operations as that of one, and compiles in a fraction of the time.
-    """
-
-    def __init__(
-        self, module: nn.Module, steps: Sequence[TrainStep], *, kinds: Sequence[Hashable], num_shards: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module, steps: Sequence[TrainStep], *, num_shards: int = 1) -> None:
         """Take the steps of the runs alone.
 
         Args:
             module: that of all adapters, with a scale of 1.
-            kinds: equal for steps whose updates are the same function, of adapters filled up to a common rank.
             num_shards: devices that the rows are split over.
         """
         self.module, self.steps, self.num_shards = module, steps, num_shards
-        self.groups = [[k for k, kind in enumerate(kinds) if kind == each] for each in dict.fromkeys(kinds)]
         for part in module.modules():
             if isinstance(part, LoraLinear):
                 part.num_shards = num_shards
@@ -96,40 +83,10 @@ class PackedStep:
         loss_scales = [loss_scale_of(state) for state in states]
         divisors = [t if s is None else t / s for t, s in zip(totals, loss_scales, strict=True)]
         grads, row_losses = self.gradients(parameters, batches, divisors, scales=scales, thresholds=thresholds)
-        found: dict[int, tuple[dict[str, Tensor], State, StepOutput]] = {}
-        for group in self.groups:
-            own = [(parameters[k], states[k], _vectors(batches[k]), grads[k], row_losses[k], totals[k]) for k in group]
-            found |= dict(zip(group, self._updated(self.steps[group[0]], own), strict=True))
+        own = zip(self.steps, parameters, states, batches, grads, row_losses, totals, strict=True)
         return [
-            (new, state, step.replicated(output))
-            for step, (new, state, output) in ((self.steps[k], found[k]) for k in range(len(self.steps)))
-        ]
-
-    @staticmethod
-    def _updated(step: TrainStep, arguments: Sequence[Any]) -> list[tuple[dict[str, Tensor], State, StepOutput]]:
-        """Return the updates of adapters, each from parameters, state, batch, gradients, row losses and total."""
-
-        def update(own: Any) -> tuple[dict[str, Tensor], State, dict[str, Tensor]]:
-            parameters, state, batch, grads, row_losses, total = own
-            new, new_state, output = step.updated(
-                parameters, state, batch, grads=grads, row_losses=row_losses, total=total
-            )
-            return new, new_state, {name: value for name, value in vars(output).items() if value is not None}
-
-        if len(arguments) == 1:
-            results = [update(arguments[0])]
-        else:
-            leaves, specs = zip(*(tree_flatten(each) for each in arguments), strict=True)
-            stacked = tree_unflatten([filled(tensors) for tensors in zip(*leaves, strict=True)], specs[0])
-            together = torch.vmap(update)(stacked)
-            results = [tree_map(itemgetter(k), together) for k in range(len(arguments))]
-        return [
-            (
-                {name: cut(tensor, like=own[0][name]) for name, tensor in new.items()},
-                {n: {slot: cut(t, like=own[1][n][slot]) for slot, t in slots.items()} for n, slots in state.items()},
-                output_of(report),
-            )
-            for own, (new, state, report) in zip(arguments, results, strict=True)
+            step.updated(mine, state, batch, grads=found, row_losses=losses, total=total)
+            for step, mine, state, batch, found, losses, total in own
         ]
 
     def gradients(
@@ -163,26 +120,6 @@ class PackedStep:
         grads, sums_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
         by_adapter = [grads[k * len(names) : (k + 1) * len(names)] for k in range(num)]
         return by_adapter, [sums_ARK[:, :, k] for k in range(num)]
-
-
-def filled(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors that differ in rank, filled up with zeros."""
-    sizes = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
-    pads = [
-        [end for at, size in zip(t.shape[::-1], sizes[::-1], strict=True) for end in (0, size - at)] for t in tensors
-    ]
-    return torch.stack([F.pad(t, pad) if any(pad) else t for t, pad in zip(tensors, pads, strict=True)])
-
-
-def cut(tensor: Tensor, *, like: Tensor) -> Tensor:
-    """Return the part of a tensor that is no filling, in the shape of `like`."""
-    return tensor if tensor.shape == like.shape else tensor[tuple(slice(size) for size in like.shape)]
-
-
-def _vectors(batch: Batch) -> dict[str, Tensor]:
-    """Return what a batch has not for every row."""
-    rows = row_tensors(batch)
-    return {name: tensor for name, tensor in batch.items() if name not in rows}
 
 
 # ---- the runs -----------------------------------------------------------------------------------------------
@@ -365,8 +302,7 @@ class Pack:
         assert self.base is not None, "every run is built"
         trainers = self.trainers
         shards = num_shards(trainers[0].config) // self.runtime.share[1]
-        kinds = [kind_of_update(trainer.config) for trainer in trainers]
-        return PackedStep(self.base.module, [trainer.step for trainer in trainers], kinds=kinds, num_shards=shards)
+        return PackedStep(self.base.module, [trainer.step for trainer in trainers], num_shards=shards)
 
     def _held(self) -> dict[str, Tensor]:
         """Return the device's tensors that evaluations read."""
@@ -426,13 +362,13 @@ class Pack:
         def on_output(outputs: Mapping[str, Tensor]) -> None:
             for k, call in due.items():
                 if call is not None:
-                    call(output_of(part_of(outputs, k)))
+                    call(_output(outputs, k))
 
         assert self._program is not None
         try:
             outputs = self._program(batch, on_output=on_output if any(due.values()) else None)
             for seat in now:
-                _request(seat).output = output_of(part_of(outputs, seat.number))
+                _request(seat).output = _output(outputs, seat.number)
         except BaseException as error:
             for seat in now:
                 _request(seat).error = error
@@ -471,16 +407,7 @@ def part_of(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
     return {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
 
 
-def output_of(found: Mapping[str, Tensor]) -> StepOutput:
-    """Return a report of its fields that are there."""
+def _output(outputs: Mapping[str, Tensor], number: int) -> StepOutput:
+    found = part_of(outputs, number)
     given: dict[str, Any] = {each.name: found.get(each.name) for each in fields(StepOutput)}
     return StepOutput(**given)
-
-
-def kind_of_update(config: Config) -> Hashable:
-    """Return a value that is equal for runs whose updates are the same function; the learning rate is an input of it.
-
-    Only AdamW is known to leave zeros that fill up a rank as they are; with other optimizers, of one rank.
-    """
-    settings = tuple(sorted((key, str(value)) for key, value in flatten(config.optim).items() if key != "lr"))
-    return settings, None if config.optim._target_ == AdamWConfig._target_ else config.lora.r

@@ -9,7 +9,7 @@ mask.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -176,17 +176,7 @@ class TrainStep:
         total = self.counted(batch)
         scale = scale_of(state)
         grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
-        new, new_state, output = self.updated(
-            parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total
-        )
-        return new, new_state, self.replicated(output)
-
-    def replicated(self, output: StepOutput) -> StepOutput:
-        """Return the report with its rows' losses whole on every device.
-
-        Reading a sharded tensor would compile a further program in the middle of a run.
-        """
-        return replace(output, row_losses_AR=self.constrain(output.row_losses_AR.detach(), axes=()))
+        return self.updated(parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total)
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of predictions in the global batch, at least 1: shape (), with parts (G,)."""
@@ -207,8 +197,6 @@ class TrainStep:
         total: Tensor,
     ) -> tuple[dict[str, Tensor], State, StepOutput]:
         """Reduce, clip and apply this process's gradients; the result is that of the step.
-
-        Nothing but `lr`, `trains`, `weight_decay` and `active` is read of the batch.
 
         Args:
             grads: those of the loss multiplied by the loss scale, if there is one, in the order of `parameters`.
@@ -247,6 +235,8 @@ class TrainStep:
             if self.norm_groups:
                 norms = group_norms([named, changes(parameters, new_parameters)], self.norm_groups)
             shares = ternary_shares(parameters, self.ternary) if self.ternary else None
+            # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
+            row_losses_AR = self.constrain(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, shares, scale)
 
     def clipped(self, grads: Mapping[str, Tensor], *, norm: Tensor) -> Mapping[str, Tensor]:
