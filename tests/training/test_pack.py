@@ -180,7 +180,7 @@ def test_a_learning_rate_of_a_billion_touches_no_other_adapter(tiny):
     config, runtime = tiny("mistral7b")
     runs, step = packed_runs(config, runtime)
     expected = advance(runs, step, steps=6)
-    wild, step = packed_runs(config, runtime, [POINTS[0], (8, 16, 0.0, 1e9, 2, None), *POINTS[2:]])
+    wild, step = packed_runs(config, runtime, [POINTS[0], (8, 16, 0.0, 1e9, 2, 1.0), *POINTS[2:]])
     losses = advance(wild, step, steps=6)
     assert not math.isfinite(losses[1][-1])
     for k in (0, 2, 3):
