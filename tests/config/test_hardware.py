@@ -1,5 +1,6 @@
 """The machines of conf/hw agree with their topologies, with each other and with Google's figures."""
 
+import functools
 from dataclasses import replace
 from math import prod
 
@@ -12,7 +13,9 @@ from tpu_experiments.config.identity import config_hash
 LARGEST = "trainer.global_batch_rows=256"
 
 
+@functools.cache
 def machine(name: str) -> HwConfig:
+    """The machine, composed once for all tests that read it."""
     return composed(f"hw={name}", LARGEST, "task=plan").hw
 
 
