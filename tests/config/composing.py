@@ -10,7 +10,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tests.jobs import of_tiny_job
@@ -84,3 +84,13 @@ def refusal(*overrides: str) -> str:
 def names(group: str) -> list[str]:
     """The choices of a group: its YAML files."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@functools.cache
+def of_file(group: str, choice: str) -> DictConfig:
+    """What a file of a group says over the files that it builds on; for lists of cases, which every worker makes."""
+    own = OmegaConf.load(CONF / group / f"{choice}.yaml")
+    names_below = [name for name in own.pop("defaults", []) if (CONF / group / f"{name}.yaml").exists()]
+    merged = OmegaConf.merge(*(of_file(group, name) for name in names_below), own)
+    assert isinstance(merged, DictConfig)
+    return merged
