@@ -63,16 +63,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
     """Compose a config of the tiny job, as run.py does, without running anything."""
-    from hydra import compose, initialize_config_dir
+    from hydra import initialize_config_dir
 
+    from tests.config.composing import CONF, composition
     from tpu_experiments.config.compose import to_config
-    from tpu_experiments.config.schema import register
-
-    register()
 
     def make(*overrides: str) -> Config:
-        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            return to_config(compose("config", overrides=["hw.num_threads=1", *of_tiny_job(overrides)]))
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return to_config(composition(["hw.num_threads=1", *of_tiny_job(overrides)]))
 
     return make
 

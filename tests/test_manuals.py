@@ -5,9 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.config.composing import composition
 from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.schema import register
 
@@ -107,7 +108,7 @@ def test_every_command_of_the_manuals_composes() -> None:
                 continue
             done.add(tuple(words))
             try:
-                to_config(compose("config", overrides=first_point(words)))
+                to_config(composition(first_point(words)))
             except Exception as error:
                 refused.append(f"{name}: python run.py {shlex.join(words)}: {error}")
     assert refused == []

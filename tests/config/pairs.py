@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.config.composing import CONF, composed, names
+from tests.config.composing import CONF, composed, names, of_file
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.flops import FAMILIES
@@ -20,8 +20,8 @@ TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTA
 
 def is_fine_tuned(model: str) -> bool:
     """Whether the model is a decoder with published weights: what `python run.py model=... data=...` fine-tunes."""
-    given = composed(f"model={model}", "data=sample_text", "task=plan").model
-    return given.arch["model_type"] in FAMILIES and not given.path.startswith("outputs/")
+    given = of_file("model", model)
+    return given.arch.model_type in FAMILIES and not given.path.startswith("outputs/")
 
 
 MODELS = [name for name in names("model") if name not in ("tiny", "reader") and is_fine_tuned(name)]

@@ -1,18 +1,21 @@
 """The machines of conf/hw agree with their topologies, with each other and with Google's figures."""
 
+import functools
 from dataclasses import replace
 from math import prod
 
 import pytest
 
-from tests.config.composing import composed, names, refusal
+from tests.config.composing import composed, names, of_file, refusal
 from tpu_experiments.config.hardware import CalibrationConfig, HwConfig
 from tpu_experiments.config.identity import config_hash
 
 LARGEST = "trainer.global_batch_rows=256"
 
 
+@functools.cache
 def machine(name: str) -> HwConfig:
+    """The machine, composed once for all tests that read it."""
     return composed(f"hw={name}", LARGEST, "task=plan").hw
 
 
@@ -24,11 +27,12 @@ GPUS = {
     "a100": (80, 79.15, 312, 2039, 1.41),
     "h100": (80, None, 989.4, 3350, 1.83),
 }
-TPUS = [name for name in names("hw") if machine(name).device == "tpu"]
+TPUS = [name for name in names("hw") if of_file("hw", name).get("device", HwConfig.device) == "tpu"]
 CLOUD = [name for name in TPUS if not name.startswith("colab")]
 
 
 def test_the_sizes_that_are_planned_for() -> None:
+    assert [name for name in names("hw") if machine(name).device == "tpu"] == TPUS
     sizes = {f"{chip}{count}" for chip in ("v5e", "v6e") for count in (1, 4, 8, 16, 256)}
     assert set(CLOUD) == sizes | {"v4-8", "v5p-8"}
 

@@ -472,7 +472,8 @@ def given_case(number: int, words: Sequence[str], *, fixtures: Path, beside: Seq
     """A command line as it is given, with files in the folder that it is run in."""
 
     def lay(place: Path) -> None:
-        shutil.copytree(fixtures / "prepared", place / "out" / "prepared")
+        if fixtures.exists():
+            shutil.copytree(fixtures / "prepared", place / "out" / "prepared")
         for file in beside:
             shutil.copy(file, place / "work")
 

@@ -6,6 +6,7 @@ own, so that thousands of commands are affordable. A child that hangs is ended w
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -103,6 +104,8 @@ def preload() -> None:
     torch.set_num_threads(1)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collector leaves alone what the parent has imported
 
 
 def outcomes(cases: Iterable[Case], *, folder: Path, processes: int, keeping: bool = False) -> Iterator[Outcome]:

@@ -7,7 +7,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
-from tests.config.composing import CONF
+from tests.config.composing import CONF, composition
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.compose import to_config
 from tpu_experiments.tasks.plan import run
@@ -19,7 +19,7 @@ def run_plan(*overrides: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         HydraConfig.instance().set_config(compose("config", overrides=given, return_hydra_config=True))
         try:
-            run(to_config(compose("config", overrides=given)))
+            run(to_config(composition(given)))
         finally:
             HydraConfig.instance().cfg = None
 

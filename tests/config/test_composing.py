@@ -1,0 +1,39 @@
+"""What the tests compose from copies is what Hydra composes."""
+
+from collections.abc import Sequence
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from tests.config.composing import CONF, composition
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=qwen05b", "lora.r=3", "lora=all_linear_r8", "lora.dropout=0.1", "hw=v6e8"],
+        ["experiment=mistral7b_ro", "debug=smoke", "trainer.max_stage_steps=4", "lora.targets=[q_proj]"],
+        ["data=[sample_text,sample_chat]", "++data.sample_text.fields.text=body", "~curriculum.stages.chat"],
+        ["model.arch={hidden_size: 8}", "sample.prompts=[a,b]", "++trainer.options.note=${name}"],
+        ["hydra.job.name=x", "model=tiny"],
+    ],
+)
+def test_values_over_copies_of_files_are_hydras_own(words: Sequence[str]) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        whole = compose("config", overrides=list(words))
+        for _ in range(2):
+            found = composition(words)
+            assert repr(found) == repr(whole)
+            assert found._metadata.flags == whole._metadata.flags
+            found.seed = 77  # of this copy alone
+
+
+@pytest.mark.parametrize("word", ["lora.rnak=8", "model=mistrl7b", "seed=1,2", "~lora.nothing", "lora=[a", "lora.r=x"])
+def test_what_is_refused_has_hydras_own_message(word: str) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(HydraException) as whole:
+            compose("config", overrides=[word])
+        with pytest.raises(HydraException) as found:
+            composition([word])
+    assert (type(found.value), str(found.value)) == (type(whole.value), str(whole.value))
