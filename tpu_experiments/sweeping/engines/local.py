@@ -37,9 +37,15 @@ class LocalPoint(Started):
 class LocalPack(LocalPoint):
     """Points that are one child of this process."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", output: Mirror | None, folder: PackFolder) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        output: Mirror | None,
+        folder: "tempfile.TemporaryDirectory[str]",
+    ) -> None:
+        """Take the process, its output and its `PackFolder`, which is removed with this object."""
         super().__init__(process, output)
-        self._folder = folder
+        self._temporary, self._folder = folder, PackFolder(folder.name)
 
     def codes(self) -> dict[str, int]:
         return self._folder.codes()
@@ -78,10 +84,10 @@ class LocalEngine(Engine):
 
     def start_pack(self, points: Sequence[Point], *, slot: int) -> Started:
         own = place_of(slot, points[0].config).overrides
-        folder = PackFolder(tempfile.mkdtemp(prefix="tpu_experiments_pack_"))
-        folder.write([[*member_overrides(point), *own] for point in points])
+        folder = tempfile.TemporaryDirectory(prefix="tpu_experiments_pack_")
+        PackFolder(folder.name).write([[*member_overrides(point), *own] for point in points])
         name = f"{points[0].name}_and_{len(points) - 1}_more"
-        command = pack_command(points[0], folder=str(folder.folder))
+        command = pack_command(points[0], folder=folder.name)
         return LocalPack(*self._started(points[0], command, slot=slot, name=name), folder)
 
     def _started(
