@@ -4,26 +4,25 @@ import contextlib
 import http.server
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests import forks
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostLost, HostWatch, Place, _place, rendezvous
 
 HOST = """
-import functools, os
+import os, sys
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostWatch
 from tpu_experiments.runtime.processes.hosts import HostLost, rendezvous
 
-print = functools.partial(print, flush=True)  # one host ends without flushing
 hosts = rendezvous(HwConfig(num_hosts=3))
 assert rendezvous(HwConfig(num_hosts=3)) is hosts
 rank = hosts.rank
@@ -52,18 +51,19 @@ except HostLost as error:
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
 
 
-def started(program: str, *, folder: Path, **env: str) -> forks.Process:
-    """A process with a program of this file."""
-    file = folder / "program.py"
-    file.write_text(program)
-    return forks.start([str(file)], env=ENVIRONMENT | {"PYTHONPATH": str(forks.REPOSITORY)} | env)
-
-
-def test_three_hosts_tell_each_other(tmp_path: Path) -> None:
+def test_three_hosts_tell_each_other() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    hosts = [started(HOST, folder=tmp_path, **place, RANK=str(rank)) for rank in range(3)]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", HOST],
+            env=ENVIRONMENT | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
     printed = [host.communicate(timeout=120)[0].splitlines() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0, 9]
     lines = [[line for line in lines if not line.startswith("[Gloo]")] for lines in printed]
@@ -98,11 +98,20 @@ print("waited")
 
 
 @pytest.mark.parametrize("end", only(["lost"], ["lost", "alike"]))
-def test_a_host_that_is_gone_ends_those_that_wait_for_something_else(end: str, tmp_path: Path) -> None:
+def test_a_host_that_is_gone_ends_those_that_wait_for_something_else(end: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "END": end}
-    hosts = [started(WAITING, folder=tmp_path, **place, RANK=str(rank)) for rank in range(3)]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", WAITING],
+            env=ENVIRONMENT | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
     outputs = [host.communicate(timeout=50) for host in hosts]
     codes = [host.returncode for host in hosts]
     if end == "alike":
@@ -239,12 +248,11 @@ for size in (1, 2):
 """
 
 
-def test_results_are_whole_on_every_host(tmp_path: Path) -> None:
+def test_results_are_whole_on_every_host() -> None:
     """What XLA leaves split, as it does on one host, another host's chips have."""
-    with started(WHOLE, folder=tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2") as process:
-        output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert output.splitlines() == [
+    env = ENVIRONMENT | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    done = subprocess.run([sys.executable, "-c", WHOLE], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
         "1 {devices=[2]0,1} {replicated} [3.0, 3.0, 3.0, 3.0]",
         "2 {replicated} {replicated} [3.0, 3.0, 3.0, 3.0]",
     ]

@@ -1,5 +1,9 @@
 """The kernel inside torch_xla's graphs: traced by AOTAutograd, looped over by scan, split over chips."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch._functorch.config as functorch_config
@@ -8,7 +12,6 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch_xla.experimental.scan import scan
 
-from tests import forks
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.attention import flash
@@ -108,7 +111,8 @@ def test_dropout_is_refused(interpreted):
 def test_rows_and_heads_split_over_devices_have_the_gradients_of_sdpa(tensor):
     """Rows that do not divide by the devices that share them are on all of them, and the kernel runs everywhere."""
     uneven = "6" if tensor == 1 else "3"
-    done = forks.run(["-m", "tests.runtime.split_attention", str(tensor), "8", uneven])
+    command = [sys.executable, "-m", "tests.runtime.split_attention", str(tensor), "8", uneven]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
     assert [(rows, lies) for rows, _, lies in found] == [("8", "split"), (uneven, "whole")]

@@ -5,6 +5,8 @@ import json
 import logging
 import queue
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import forks
 from tests.runtime.test_xla_programs import make, rolled, rows
+from tests.training.runs import REPOSITORY
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.xla.programs import Compiles, XlaProgram
 from tpu_experiments.runtime.xla.replay import NUM_FIRST, is_on_xla
@@ -226,7 +228,8 @@ def test_a_baked_value_that_changes_later_is_found_and_its_line_named():
 
 
 def test_state_that_is_split_over_devices_is_donated_and_stays_where_it_is():
-    done = forks.run(["-m", "tests.runtime.donated_state", "4"])
+    command = [sys.executable, "-m", "tests.runtime.donated_state", "4"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     is_gone, sums, shardings, num_traced, num_compiles = json.loads(done.stdout.splitlines()[-1])
     assert is_gone == [[True, True]] * 6
