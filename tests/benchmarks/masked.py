@@ -27,7 +27,7 @@ ARCHES = {
 """Values of `model.arch` beside SIZES, by preset."""
 
 
-def words(text: Path, *, model: str, seed: int, steps: int, out: Path, whole_word: bool) -> list[str]:
+def words(text: Path, *, model: str, seed: int, steps: int, lr: float, out: Path, whole_word: bool) -> list[str]:
     """Return the overrides of a run."""
     arch = f"{{{SIZES},{ARCHES[model]}}}"
     everything = "{scope:document,min_chars:null,max_chars:null,punctuation:null,language:null,max_paragraphs:null}"
@@ -41,7 +41,7 @@ def words(text: Path, *, model: str, seed: int, steps: int, out: Path, whole_wor
         *("curriculum=single", f"curriculum.stages.main.steps={steps}", "schedule.warmup_steps=30"),
         *("trainer.seq_len=128", "trainer.global_batch_rows=8", "trainer.max_eval_rows=128"),
         *(f"trainer.eval_every_steps={steps // 2}", "checkpoint.every_steps=0", "logger=jsonl"),
-        *("optim.lr=3e-3", "optim.weight_decay=0.01", f"seed={seed}", f"output_dir={out}"),
+        *(f"optim.lr={lr:g}", "optim.weight_decay=0.01", f"seed={seed}", f"output_dir={out}"),
         *(f"objective.whole_word={str(whole_word).lower()}", f"name={name_of(model, seed, whole_word=whole_word)}"),
     ]
 
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/masked"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--model", choices=ARCHES, default="modernbert_base")
     parser.add_argument("--whole-word", action="store_true")
     parser.add_argument("--documents", type=int, default=20, help="documents of the pseudo-perplexity")
@@ -77,7 +78,7 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = arguments.out / name_of(arguments.model, seed, whole_word=whole_word)
         if not (folder / "result.json").exists():
-            how = {"model": arguments.model, "steps": arguments.steps, "whole_word": whole_word}
+            how = {"model": arguments.model, "steps": arguments.steps, "lr": arguments.lr, "whole_word": whole_word}
             called(*words(arguments.text, seed=seed, out=arguments.out, **how))
         wanted = f"task.pseudo_perplexity_documents={arguments.documents}"
         called("task=evaluate", f"task.run={folder}", wanted, "hw=cpu", "hw.runtime=eager", "hw.num_threads=1")

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.composing import composed
+from tests.config.composing import composed, refusal
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.stored_plans import programs_key, sizes_of
 from tpu_experiments.sweeping.engines.base import Started
-from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text, why_alone
+from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.sweep import Running
 from tpu_experiments.sweeping.totals import pack_lines
+from tpu_experiments.tasks.plan import run
 
 
 def points(*lines: str, common: tuple[str, ...] = ()) -> list[Point]:
@@ -154,3 +157,20 @@ def test_a_program_of_which_no_point_finished_is_advised_to_be_smaller() -> None
     assert Running(many, Ended({"0": 0, "1": 1})).failed_text(1) is None
     assert Running(many, Ended({})).failed_text(75) is None
     assert Running(many[:1], Ended({})).failed_text(1) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("lora=none",), "task.pack=4; lora.r=0 trains all weights, and such runs share no program; use task.pack=1."),
+        (("task.compare=[v6e1]",), "a pack is planned by itself"),
+    ],
+)
+def test_a_plan_of_a_pack_that_cannot_be_is_refused(words: tuple[str, ...], part: str) -> None:
+    assert part in refusal("task=plan", "hw=v5e1", "task.pack=4", *words)
+
+
+def test_formulas_do_not_plan_a_pack() -> None:
+    config = composed("task=plan", "hw=v5e1", "task.pack=4", "task.method=analytic")
+    with pytest.raises(ConfigError, match=r"task\.pack=4; formulas know one adapter"):
+        run(config)

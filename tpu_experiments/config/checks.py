@@ -14,6 +14,7 @@ from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
+from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import (
     ClassifyConfig,
@@ -28,6 +29,7 @@ from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
     AnswerTaskConfig,
     GenerateTaskConfig,
+    PlanTaskConfig,
     ServeTaskConfig,
     doctoring_problems,
     exporting_problems,
@@ -592,7 +594,14 @@ def _start(config: Config) -> list[str]:
 
 
 def _sweeping(config: Config) -> list[str]:
-    pack = config.sweeping.pack
+    pack, task = config.sweeping.pack, config.task
+    if isinstance(task, PlanTaskConfig) and task.pack > 1:
+        alone = why_alone(config)
+        if alone is not None:
+            return [f"task.pack={task.pack}; {alone}, and such runs share no program; use task.pack=1."]
+        if task.explore != "none" or task.compare:
+            together = "with task.explore or task.compare; a pack is planned by itself; leave them out."
+            return [f"task.pack={task.pack} {together}"]
     if pack in ("off", "auto") or (pack.isdigit() and int(pack) > 1):
         return []
     return [f"sweeping.pack={pack}; write auto, off, or the largest number of points in one program, 2 or more."]

@@ -29,7 +29,8 @@ class GridForm:
 
     def __init__(self, grid: Grid, *, form: str, feedback: bool) -> None:
         self.grid, self.form, self.needs_inputs = grid, form, feedback
-        self.needs = f"of a width that groups of {grid.group} divide" if grid.group else "with a scale for each row"
+        key = "model.linear_group" if form == "lr_qat" else "task.group"
+        self.needs = f"of a width that {key}={grid.group} divides" if grid.group else "with a scale for each row"
 
     def holds(self, shape: tuple[int, int]) -> bool:
         """Return whether rows are whole groups."""

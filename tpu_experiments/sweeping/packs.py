@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.identity import flatten
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.packs import why_alone
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import largest_stage, step_settings
 from tpu_experiments.planning.stored_plans import known_plan, sizes_of
@@ -16,34 +17,11 @@ from tpu_experiments.sweeping.points import Point
 
 OF_EACH = ("lora.r", "lora.alpha", "lora.dropout", "lora.scaling", "lora.init", "optim.", "schedule.", "seed", "name")
 """Keys, or beginnings of keys, in which points of one pack may differ."""
-DRAWN_BY_SHAPE = ("b_zero", "a_zero")
-"""Values of `lora.init` for which the base stays as it is, and adapters do not depend on its weights."""
-
 COUNTS = "sweeping.pack: in one program each: "
 MAX_POINTS = 8
 """Largest pack of `auto`: of the start and the compilation, an eighth a point is left."""
 FORMULAS_BELOW = 2.5
 """Factor of the formulas' temporaries (planning/work.py): compiled ones of packs were up to 2.2 times as large."""
-
-
-def why_alone(config: Config) -> str | None:
-    """Return why a point shares its program with no other; None where it can."""
-    lora, hw = config.lora, config.hw
-    if config.task.name not in ("train", "plan"):
-        return f"task={config.task.name} trains nothing"
-    if lora.r == 0:
-        return "lora.r=0 trains all weights"
-    if lora.dora:
-        return "lora.dora=true needs the base's weights for each adapter"
-    if lora.init not in DRAWN_BY_SHAPE:
-        return f"lora.init={lora.init} depends on the base's weights"
-    if config.model.linear != "plain":
-        return f"model.linear={config.model.linear} trains more than adapters"
-    if isinstance(config.objective, ClassifyConfig):
-        return "objective=classify trains a head beside the adapter"
-    if hw.parallel == "spawn" or hw.num_hosts > 1:
-        return f"hw.parallel={hw.parallel} on {hw.num_hosts} hosts trains in several processes"
-    return None
 
 
 def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:
@@ -78,7 +56,7 @@ def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
         return 1, f"hw={first.hw.name} has no chip whose memory is known"
     even = math.ceil(len(points) / at_once)
     if even < largest:
-        return max(1, even), f"{len(points)} points in {at_once} packs at a time (sweeping.points_at_once)"
+        return even, f"{len(points)} points in {at_once} at a time (sweeping.points_at_once)" if at_once > 1 else ""
     return largest, why
 
 

@@ -25,7 +25,8 @@ def run(config: Config) -> None:
     """Print the plan and write plan.json, plan.md and plan.svg to `<output_dir>/plans/<name>`.
 
     Raises:
-        ConfigError: the hardware has no TPU topology, or the compiler could not be run.
+        ConfigError: the hardware has no TPU topology, the compiler could not be run, or a pack is to be planned by
+            formulas.
     """
     settings = config.task
     assert isinstance(settings, PlanTaskConfig)
@@ -34,6 +35,11 @@ def run(config: Config) -> None:
     for each in machines.values():
         check_hw(each)
     method = chosen_method(settings)
+    if method == "analytic" and settings.pack > 1:
+        raise ConfigError(
+            f"task.pack={settings.pack}; formulas know one adapter, and nothing is compiled here; install libtpu (the "
+            "tpu extra) and leave task.method out, or use task.pack=1."
+        )
     try:
         plan_all(config, machines, settings, method=method)
     except KeyboardInterrupt:

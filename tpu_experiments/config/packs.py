@@ -1,0 +1,26 @@
+"""Which runs can share a program with others (training/pack.py)."""
+
+from tpu_experiments.config.schema import ClassifyConfig, Config
+
+DRAWN_BY_SHAPE = ("b_zero", "a_zero")
+"""Values of `lora.init` for which the base stays as it is, and adapters do not depend on its weights."""
+
+
+def why_alone(config: Config) -> str | None:
+    """Return why a point shares its program with no other; None where it can."""
+    lora, hw = config.lora, config.hw
+    if config.task.name not in ("train", "plan"):
+        return f"task={config.task.name} trains nothing"
+    if lora.r == 0:
+        return "lora.r=0 trains all weights"
+    if lora.dora:
+        return "lora.dora=true needs the base's weights for each adapter"
+    if lora.init not in DRAWN_BY_SHAPE:
+        return f"lora.init={lora.init} depends on the base's weights"
+    if config.model.linear != "plain":
+        return f"model.linear={config.model.linear} trains more than adapters"
+    if isinstance(config.objective, ClassifyConfig):
+        return "objective=classify trains a head beside the adapter"
+    if hw.parallel == "spawn" or hw.num_hosts > 1:
+        return f"hw.parallel={hw.parallel} on {hw.num_hosts} hosts trains in several processes"
+    return None
