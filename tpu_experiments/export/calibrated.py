@@ -25,11 +25,11 @@ class GridForm:
 
     Args:
         feedback: whether later columns make good the error of earlier ones, which takes calibration rows.
+        key: setting that the groups are from.
     """
 
-    def __init__(self, grid: Grid, *, form: str, feedback: bool) -> None:
+    def __init__(self, grid: Grid, *, form: str, feedback: bool, key: str = "task.group") -> None:
         self.grid, self.form, self.needs_inputs = grid, form, feedback
-        key = "model.linear_group" if form == "lr_qat" else "task.group"
         self.needs = f"of a width that {key}={grid.group} divides" if grid.group else "with a scale for each row"
 
     def holds(self, shape: tuple[int, int]) -> bool:
@@ -76,7 +76,7 @@ class TrainedGrid:
 
     def __init__(self, grid: Grid, *, scales: Mapping[str, Tensor]) -> None:
         self.grid, self.scales = grid, scales
-        self._stored = GridForm(grid, form=self.form, feedback=False)
+        self._stored = GridForm(grid, form=self.form, feedback=False, key="model.linear_group")
         self.needs, self.holds, self.bits = self._stored.needs, self._stored.holds, self._stored.bits
         self.shapes, self.config = self._stored.shapes, self._stored.config
 

@@ -1,4 +1,4 @@
-"""A learning rate of its own for each group of parameters, around any optimizer."""
+"""A learning rate of its own for each group of parameters, or for some by their names, around any optimizer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +21,28 @@ class GroupRates:
 
     def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
         groups = [(self.optimizer, group.names, lr * group.rate) for group in self.groups]
+        return update_in_groups(parameters, grads, state, groups=groups)
+
+
+class PartRate:
+    """An optimizer that updates parameters whose names have certain ends with `ratio` times the learning rate.
+
+    Weight decay is per unit of that learning rate.
+    """
+
+    ends: tuple[str, ...]
+
+    def __init__(self, optimizer: Optimizer, *, ratio: float) -> None:
+        self.optimizer, self.ratio = optimizer, ratio
+
+    def init(self, parameters: Named) -> State:
+        return self.optimizer.init(parameters)
+
+    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+        groups = [
+            (self.optimizer, [name for name in parameters if name.endswith(self.ends) == is_part], rate)
+            for is_part, rate in ((False, lr), (True, lr * self.ratio))
+        ]
         return update_in_groups(parameters, grads, state, groups=groups)
 
 

@@ -45,8 +45,6 @@ def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
     """
     first = points[0].config
     chosen, at_once = first.sweeping.pack, first.sweeping.points_at_once
-    if chosen == "off":
-        return 1, ""
     if chosen != "auto":
         return int(chosen), ""
     largest, why = MAX_POINTS, f"at most {MAX_POINTS}"

@@ -15,7 +15,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig, QuantizeTaskConfig
 from tpu_experiments.export.calibrated import Form, GridForm, Stored, VectorForm
 from tpu_experiments.export.calibration import Calibrated, calibrated
-from tpu_experiments.export.quantised import chosen_weights, matrix_shape, write_quantised
+from tpu_experiments.export.quantised import chosen_weights, matrix_shape
 from tpu_experiments.export.vector_model import read_vector_model
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -25,7 +25,7 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.subject import subject_of as evaluated
 from tpu_experiments.tasks.export import write_forms
-from tpu_experiments.tasks.export.forms import Copy, Written, require_effect
+from tpu_experiments.tasks.export.forms import Copy, Written, write_layout
 from tpu_experiments.tasks.export.proof import adapter_of
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.subject import Subject
@@ -86,17 +86,7 @@ def write_quantised_form(folder: str, subject: Subject, *, config: Config, task:
     made = calibrated(
         model, host_source(subject), form, chosen=chosen, rows=rows, folder=layers, seed=subject.origin.config.seed
     )
-    written = write_quantised(
-        folder,
-        Stored(form, made),
-        model=model,
-        dtype=subject.dtype,
-        tokenizer=subject.tokenizer,
-        max_shard_bytes=subject.max_shard_bytes,
-        generation=subject.generation,
-        effect=effect,
-    )
-    require_effect(effect, subject)
+    written = write_layout(folder, Stored(form, made), subject, effect=effect)
     paths.remove_tree(layers)
     sizes = {name: model.shapes[name].numel() for name in chosen}
     bits = sum(form.bits(matrix_shape(model.shapes[name])) * size for name, size in sizes.items()) / sum(sizes.values())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.build import BuiltModel, build_model
@@ -259,7 +260,11 @@ class Pack:
     # ---- called by seats, which have the turn ---------------------------------------------------------------
 
     def build(self, trainer: "Trainer") -> BuiltModel:
-        """Return the common model, loaded for the first run, with the adapters that a run draws."""
+        """Return the common model, loaded for the first run, with the adapters that a run draws.
+
+        Raises:
+            ConfigError: more than adapters is trained, as by an objective of the user's own with a head.
+        """
         config, runtime = trainer.config, self.runtime
         if self.base is None:
 
@@ -269,6 +274,12 @@ class Pack:
 
             self.base = build_model(
                 trainer.model_source(), lora=self.lora, seed=config.seed, place=place, folding=runtime.folding
+            )
+        others = [name for name in self.base.trainable if not is_adapter_part(name)]
+        if others:
+            raise ConfigError(
+                f"sweeping.pack; {others[0]} is trained beside the adapter, and a pack trains adapters alone; use "
+                "sweeping.pack=off."
             )
         marks: dict[str, str] = {}
         drawn = drawn_adapters(self.base.module, list(self.base.trainable), lora=config.lora, seed=config.seed)

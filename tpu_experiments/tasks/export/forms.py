@@ -16,7 +16,7 @@ from tpu_experiments.export.calibrated import TrainedGrid
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
-from tpu_experiments.export.quantised import Int8Layout, NF4Layout, TernaryLayout, write_quantised
+from tpu_experiments.export.quantised import Int8Layout, Layout, NF4Layout, Quantised, TernaryLayout, write_quantised
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.runtime.stacked import LEARNT_SCALE
@@ -191,13 +191,18 @@ def require_effect(effect: Effect, subject: Subject) -> None:
         )
 
 
-def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
-    """Write the whole model with its layers' weights in int8 or NF4, adapters merged in float32 before.
+def write_layout(
+    folder: str, layout: Layout, subject: Subject, *, effect: Effect | None = None, holds_all: bool = False
+) -> Quantised:
+    """Write the whole model with its layers' weights as the layout stores them; settings are the subject's.
+
+    Args:
+        effect: receives what the adapters changed, which must be something.
+        holds_all: whether the layout must hold every such weight.
 
     Raises:
-        ConfigError: no adapted weight differs from the base after rounding, or no weight can be quantised.
+        ConfigError: no weight can be quantised, or none of the adapted ones differs from the base.
     """
-    effect, layout = Effect(), Int8Layout() if form == "int8" else NF4Layout(subject.dtype)
     made = write_quantised(
         folder,
         layout,
@@ -207,8 +212,21 @@ def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
         max_shard_bytes=subject.max_shard_bytes,
         generation=subject.generation,
         effect=effect,
+        holds_all=holds_all,
     )
-    require_effect(effect, subject)
+    if effect is not None:
+        require_effect(effect, subject)
+    return made
+
+
+def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
+    """Write the whole model with its layers' weights in int8 or NF4, adapters merged in float32 before.
+
+    Raises:
+        ConfigError: no adapted weight differs from the base after rounding, or no weight can be quantised.
+    """
+    effect, layout = Effect(), Int8Layout() if form == "int8" else NF4Layout(subject.dtype)
+    made = write_layout(folder, layout, subject, effect=effect)
     base = subject.origin.config.model.base
     facts: dict[str, object] = {
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -229,16 +247,7 @@ def write_ternary(folder: str, subject: Subject) -> Written:
     Raises:
         ConfigError: a weight of the layers has a number of output features that 4 does not divide.
     """
-    made = write_quantised(
-        folder,
-        TernaryLayout(subject.source.dtype),
-        model=subject.model,
-        dtype=subject.dtype,
-        tokenizer=subject.tokenizer,
-        max_shard_bytes=subject.max_shard_bytes,
-        generation=subject.generation,
-        holds_all=True,
-    )
+    made = write_layout(folder, TernaryLayout(subject.source.dtype), subject, holds_all=True)
     facts = {"dtype": str(subject.dtype).removeprefix("torch."), "quantised": made.quantised}
     return Written(made.digests, [Copy("bitnet", lambda folder, dtype: TransformersModel(folder, dtype=dtype))], facts)
 
@@ -253,22 +262,8 @@ def write_rounded(folder: str, subject: Subject) -> Written:
     grid = grid_of(settings)
     assert grid is not None, "`subject_of` refuses other models"
     names = {name: f"{name.removesuffix('weight')}{LEARNT_SCALE}" for name in subject.model.linears}
-    layout = TrainedGrid(
-        grid,
-        scales={name: origin.trained[own] for name, own in names.items()},
-    )
-    made = write_quantised(
-        folder,
-        layout,
-        model=subject.model,
-        dtype=subject.dtype,
-        tokenizer=subject.tokenizer,
-        max_shard_bytes=subject.max_shard_bytes,
-        generation=subject.generation,
-        effect=effect,
-        holds_all=True,
-    )
-    require_effect(effect, subject)
+    layout = TrainedGrid(grid, scales={name: origin.trained[own] for name, own in names.items()})
+    made = write_layout(folder, layout, subject, effect=effect, holds_all=True)
     facts: dict[str, object] = {
         "dtype": str(subject.dtype).removeprefix("torch."),
         "quantised": made.quantised,
