@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.models.test_lora_peft import peft_loss, peft_name
-from tests.training.tiny import ARCHITECTURES, plain_config, random_batch
+from tests.training.tiny import ARCHITECTURES, built, plain_config, random_batch
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.dropout import NOISE, threshold_of
 from tpu_experiments.models.lora import scale_of
@@ -16,7 +17,7 @@ from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.training.pack import PackedStep
+from tpu_experiments.training.pack import PackedStep, require_packable
 from tpu_experiments.training.step import ACTIVE, TrainStep
 
 POINTS = [
@@ -229,3 +230,23 @@ def test_a_chosen_adapter_is_that_of_its_number():
         for a, b in ((names[0], names[1]), (names[2], names[3])):
             torch.testing.assert_close(chosen[b] @ chosen[a], scales[number] * own[b] @ own[a])
             assert chosen[a].shape[-2] == 3
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_the_models_of_the_recipes_can_be_packed(tiny, model):
+    config, runtime = tiny(model)
+    require_packable(built(config, runtime))
+
+
+def test_a_model_with_dropout_of_its_own_is_refused(tiny):
+    config, runtime = tiny("qwen05b", "+model.arch.attention_dropout=0.1")
+    with pytest.raises(ConfigError, match=r"own dropout \(model\.layers\.0\.self_attn\.attention_dropout=0\.1\) draws"):
+        require_packable(built(config, runtime))
+
+
+def test_weights_beside_adapters_are_refused(tiny):
+    config, runtime = tiny("qwen05b")
+    model = built(config, runtime)
+    model.trainable["score.weight"] = torch.zeros(2, 64)
+    with pytest.raises(ConfigError, match=r"sweeping\.pack; score\.weight is trained beside the adapter"):
+        require_packable(model)

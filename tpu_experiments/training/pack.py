@@ -263,7 +263,7 @@ class Pack:
         """Return the common model, loaded for the first run, with the adapters that a run draws.
 
         Raises:
-            ConfigError: more than adapters is trained, as by an objective of the user's own with a head.
+            ConfigError: the model is none that adapters can share.
         """
         config, runtime = trainer.config, self.runtime
         if self.base is None:
@@ -275,12 +275,7 @@ class Pack:
             self.base = build_model(
                 trainer.model_source(), lora=self.lora, seed=config.seed, place=place, folding=runtime.folding
             )
-        others = [name for name in self.base.trainable if not is_adapter_part(name)]
-        if others:
-            raise ConfigError(
-                f"sweeping.pack; {others[0]} is trained beside the adapter, and a pack trains adapters alone; use "
-                "sweeping.pack=off."
-            )
+        require_packable(self.base)
         marks: dict[str, str] = {}
         drawn = drawn_adapters(self.base.module, list(self.base.trainable), lora=config.lora, seed=config.seed)
         trainable = {}
@@ -405,6 +400,31 @@ class Pack:
             host = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in signature}
             self._padding[key] = self.runtime.put(host, rows_dim=1)
         return self._padding[key]
+
+
+def require_packable(base: BuiltModel) -> None:
+    """Require a model that trains adapters alone, and draws nothing that is not of one row.
+
+    Raises:
+        ConfigError: it trains more, as an objective of the user's own with a head does; or it has dropout of its own,
+            whose draws for a row depend on the rows beside it, so that no run would be as it is alone.
+    """
+    others = [name for name in base.trainable if not is_adapter_part(name)]
+    if others:
+        raise ConfigError(
+            f"sweeping.pack; {others[0]} is trained beside the adapter, and a pack trains adapters alone; use "
+            "sweeping.pack=off."
+        )
+    for name, part in base.module.named_modules():
+        drops = {"p": part.p} if isinstance(part, nn.Dropout) else {}
+        drops["attention_dropout"] = getattr(part, "attention_dropout", 0.0)
+        for key, share in drops.items():
+            if isinstance(share, float) and share > 0:
+                raise ConfigError(
+                    f"sweeping.pack; the model's own dropout ({name}.{key}={share:g}) draws for all rows of a batch "
+                    "together, so that no point would train as it does alone; set it to 0 in the model's config, or "
+                    "use sweeping.pack=off."
+                )
 
 
 def _request(seat: Seat) -> Request:
