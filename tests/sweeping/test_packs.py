@@ -103,6 +103,39 @@ def test_auto_believes_a_compiled_plan_of_the_pack(tmp_path: Path) -> None:
     assert chosen_size(found) == (7, "compiled at 30.00 of 31.25 GiB per chip; at most 8")
 
 
+@pytest.mark.parametrize(
+    ("pack_step", "at_once", "size", "why"),
+    [
+        (3.6, 1, 8, "by compiled plans 10 points end in 720 s with 8 in one, 1,700 s with 1, 1,200 s with 2"),
+        (20.0, 1, 1, "by compiled plans 10 points end in 1,700 s with 1 in one, 3,933 s with 2, 2,907 s with 8"),
+        (3.6, 10, 1, "by compiled plans 10 points end in 170 s with 1 in one, 240 s with 2, 480 s with 8"),
+    ],
+)
+def test_auto_takes_what_ends_first_by_compiled_plans(
+    pack_step: float, at_once: int, size: int, why: str, tmp_path: Path
+) -> None:
+    """A point alone: 20 s to start, 50 to compile, 100 steps of 1 s. Eight: 20, 100, 100 steps; two: as many steps."""
+    length = ("curriculum=single", "curriculum.stages.main.steps=100")
+    shape = ("data=sample_text", "trainer.global_batch_rows=8", "trainer.seq_len=1024")
+    words = ("sweeping.pack=auto", f"sweeping.points_at_once={at_once}", *shape, *length)
+    found = ranks(*words, "hw=v6e1", f"output_dir={tmp_path}")
+    arch = sizes_of(found[0].config.model)
+    for adapters, step, compiling in ((1, 1.0, 50.0), (2, pack_step / 3, 100.0), (8, pack_step, 100.0)):
+        planned = replace(found[-1].config, task=PlanTaskConfig("plan", pack=adapters))
+        program = {"name": "train", "stages": ["main"], "estimated_seconds": step, "compile_seconds": compiling}
+        fields = {
+            "method": "compiled",
+            "programs_key": programs_key(planned, arch),
+            "hbm_gib_per_chip": {"total": 3.0},
+            "fits": True,
+            "programs": [program, {"name": "eval", "compile_seconds": 1000.0}],
+        }
+        file = tmp_path / "plans" / f"pack_{adapters}" / "plan.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(fields))
+    assert chosen_size(found) == (size, why)
+
+
 def ranks(*overrides: str) -> list[Point]:
     """Ten points that differ in rank."""
     config = composed(*overrides)

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import largest_stage, step_settings
-from tpu_experiments.planning.stored_plans import known_plan, sizes_of
+from tpu_experiments.planning.length import assumed_steps
+from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
 from tpu_experiments.planning.work import analytic_memory
 from tpu_experiments.sweeping.points import Point
 
@@ -22,6 +24,8 @@ MAX_POINTS = 8
 """Largest pack of `auto`: of the start and the compilation, an eighth a point is left."""
 FORMULAS_BELOW = 2.5
 """Factor of the formulas' temporaries (planning/work.py): compiled ones of packs were up to 2.2 times as large."""
+START_SECONDS = 20.0
+"""Seconds of a process before it compiles, as assumed in tests/benchmarks/README.md, "Several points in one program"."""
 
 
 def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:
@@ -40,8 +44,10 @@ def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:
 def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
     """Return the largest number of points in one process by `sweeping.pack`, and for `auto` the reason.
 
-    `auto` takes as many as are estimated to fit the chips, at most MAX_POINTS; and fewer, so that `points_at_once`
-    packs share the points.
+    `auto` takes the number whose compiled plans let the sweep end first, where the points alone and a pack have such
+    plans (`task=plan -m ... sweeping.pack=auto`). Otherwise it takes as many as are estimated to fit the chips, at most
+    MAX_POINTS, and fewer, so that `points_at_once` packs share the points: a step of k adapters was never planned to
+    take more than k steps of one, and start and compilation are paid once.
     """
     first = points[0].config
     chosen, at_once = first.sweeping.pack, first.sweeping.points_at_once
@@ -49,13 +55,71 @@ def chosen_size(points: Sequence[Point]) -> tuple[int, str]:
         return int(chosen), ""
     largest, why = MAX_POINTS, f"at most {MAX_POINTS}"
     if first.hw.chip is not None:
-        largest, why = _fitting([point.config for point in points])
+        configs = [point.config for point in points]
+        fastest = _fastest(configs, at_once=at_once)
+        if fastest is not None:
+            return fastest
+        largest, why = _fitting(configs)
     elif first.hw.device != "cpu":
         return 1, f"hw={first.hw.name} has no chip whose memory is known"
     even = math.ceil(len(points) / at_once)
     if even < largest:
         return even, f"{len(points)} points in {at_once} at a time (sweeping.points_at_once)" if at_once > 1 else ""
     return largest, why
+
+
+def _fastest(configs: Sequence[Config], *, at_once: int) -> tuple[int, str] | None:
+    """Return the number of points in a process with which compiled plans end the sweep first, and why.
+
+    None where the points alone or all packs have no plan, or the length of a run is not known.
+    """
+    widest = max(configs, key=lambda config: config.lora.r)
+    arch = sizes_of(widest.model)
+    if arch is None:
+        return None
+    seconds = {}
+    for size in range(1, min(MAX_POINTS, len(configs)) + 1):
+        plan = _planned(widest, arch, size=size)
+        each = None if plan is None or not plan.fields["fits"] else _seconds_of(widest, plan)
+        if each is not None:
+            seconds[size] = each
+        elif size == 1:
+            return None
+    if len(seconds) == 1:
+        return None
+    ends = {size: _makespan(len(configs), size=size, seconds=seconds, at_once=at_once) for size in seconds}
+    best = min(ends, key=lambda size: ends[size])
+    others = ", ".join(f"{ends[size]:,.0f} s with {size}" for size in ends if size != best)
+    return best, f"by compiled plans {len(configs)} points end in {ends[best]:,.0f} s with {best} in one, {others}"
+
+
+def _seconds_of(config: Config, plan: SavedPlan) -> float | None:
+    """Return the seconds of a process by its plan: start, compilation of its training programs, and steps.
+
+    None where the plan has no time for a stage or the length of the run is not known.
+    """
+    seconds = START_SECONDS
+    of_stages = {}
+    for program in plan.fields["programs"]:
+        if program["name"] == "train":
+            seconds += program["compile_seconds"] or 0.0
+            of_stages.update(dict.fromkeys(program["stages"], program["estimated_seconds"]))
+    for stage in resolve_stages(config):
+        step, num_steps = of_stages.get(stage.name), stage.steps or assumed_steps(config, stage)
+        if step is None or num_steps is None:
+            return None
+        seconds += num_steps * step
+    return seconds
+
+
+def _makespan(num: int, *, size: int, seconds: dict[int, float], at_once: int) -> float:
+    """Return the seconds of a sweep of `num` points whose processes have `size` points, `at_once` at a time.
+
+    A last process with fewer points takes the time of its own plan, or of one of `size` without one.
+    """
+    whole, rest = divmod(num, size)
+    each = [seconds[size]] * whole + [seconds.get(rest, seconds[size])] * (rest > 0)
+    return max(sum(each[start::at_once]) for start in range(min(at_once, len(each))))
 
 
 def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
@@ -66,7 +130,8 @@ def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
         return 1, "the model's sizes are not known"
     limit, largest, why = largest_stage(widest, arch)[1].limit, 1, "no two fit"
     for size in range(2, MAX_POINTS + 1):
-        planned = _planned(widest, arch, size=size)
+        plan = _planned(widest, arch, size=size)
+        planned = None if plan is None else float(plan.fields["hbm_gib_per_chip"]["total"])
         gib = _memory_of(widest, arch, size=size) if planned is None else planned
         if gib <= limit:
             how = "estimated" if planned is None else "compiled"
@@ -74,12 +139,11 @@ def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
     return largest, why
 
 
-def _planned(config: Config, arch: Any, *, size: int) -> float | None:
-    """Return the GiB per chip of a compiled plan of the pack (`pack_plans`); None without one."""
+def _planned(config: Config, arch: Any, *, size: int) -> SavedPlan | None:
+    """Return the compiled plan of the pack (`pack_plans`), or with size=1 of a point alone; None without one."""
     if config.hw.topology is None:
         return None
-    found = known_plan(replace(config, task=PlanTaskConfig("plan", pack=size)), arch)
-    return None if found is None else float(found.fields["hbm_gib_per_chip"]["total"])
+    return known_plan(replace(config, task=PlanTaskConfig("plan", pack=size)), arch)
 
 
 def _memory_of(config: Config, arch: Any, *, size: int) -> float:
