@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Touch the XLA device before any CPU backward: torch 2.9 sizes its autograd queues at the first one."""
-    if item.get_closest_marker("xla"):
+    if item.get_closest_marker("xla") and find_spec("torch_xla") is not None:  # absent in TorchTPU's environment
         import torch_xla
 
         torch_xla.device()

@@ -23,7 +23,7 @@ LAYER_OF = {
     "tasks": 6,
     "sweeping": 6,
 }
-NAMES_TORCH_XLA = ("runtime/xla/", "runtime/kernels/on_xla.py", "runtime/processes/launch.py", "planning/trace.py")
+NAMES_TORCH_XLA = ("runtime/xla/", "runtime/kernels/on_xla.py", "runtime/processes/launch.py")
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

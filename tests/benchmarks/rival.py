@@ -119,7 +119,7 @@ def optimizer_of(
 
 def lowered(config: Config, shape: tuple[int, int, int], *, checkpoints: str) -> tuple[Any, frozenset[str]]:
     """The program of one optimizer step on (A, R, T) token ids, and the names of what it trains."""
-    from tpu_experiments.planning.trace import TracingRuntime
+    from tpu_experiments.runtime.xla.tracing import TracingRuntime
 
     runtime = TracingRuntime(config.hw, sharding=config.sharding)
     if runtime.is_sharded and config.sharding.name != "replicated":

@@ -53,7 +53,7 @@ def traced(recipe: str, overrides: list[str], *, repeats: int, profile: bool) ->
     """Seconds of the first trace and of each later one, in this process."""
     os.environ["PJRT_DEVICE"] = "CPU"
     from tests.config.composing import composed
-    from tpu_experiments.planning.trace import TracingRuntime
+    from tpu_experiments.runtime.xla.tracing import TracingRuntime
     from tpu_experiments.tasks.plan.programs import planned_trainer, shape_of
 
     config = composed(f"experiment={recipe}", *OVERRIDES.get(recipe, ()), *overrides)

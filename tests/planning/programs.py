@@ -100,7 +100,7 @@ def signatures_of_plan(config: Config) -> dict[str, Signature]:
         for argument in program.arguments:
             split = _split_of(sharding_text(list(argument.axes), mesh=program.mesh))
             arguments[f"{SHORT[argument.dtype]}[{','.join(map(str, argument.shape))}] {split}"] += 1
-        outputs = Program(hlo_text(program.hlo)).signature()["outputs"]
+        outputs = Program(hlo_text(program.module)).signature()["outputs"]
         found[f"{program.name} {program.shape}"] = {"arguments": dict(sorted(arguments.items())), "outputs": outputs}
     return found
 

@@ -17,7 +17,8 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.planning import oom
 from tpu_experiments.planning.compiled import Compiled, Compilers
 from tpu_experiments.planning.oom import OutOfMemory
-from tpu_experiments.planning.trace import Lowered, TracingRuntime
+from tpu_experiments.runtime.lowered import Lowered
+from tpu_experiments.runtime.xla.tracing import TracingRuntime
 
 pytestmark = pytest.mark.xla
 HW = composed("hw=v6e1").hw
@@ -110,8 +111,8 @@ def test_no_compiler_outlives_a_plan_that_is_stopped(program: Lowered, tmp_path:
 
     def stopped() -> None:
         with Compilers(1) as compilers:
-            for hlo in (program.hlo, program.hlo + b" "):
-                futures.append(compilers.submit(replace(program, hlo=hlo), hw=HW, folder=str(tmp_path)))
+            for hlo in (program.module, program.module + b" "):
+                futures.append(compilers.submit(replace(program, module=hlo), hw=HW, folder=str(tmp_path)))
             while not compilers.running:
                 time.sleep(0.01)
             raise KeyboardInterrupt

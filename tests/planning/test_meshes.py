@@ -13,7 +13,7 @@ from tpu_experiments.planning.compiled import gib_by_class
 from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.planning.plan import named_sharding
 from tpu_experiments.planning.report import summary_rows
-from tpu_experiments.planning.trace import Argument, Lowered
+from tpu_experiments.runtime.lowered import Argument, Lowered
 
 MIB = 2**20
 

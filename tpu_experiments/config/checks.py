@@ -54,6 +54,11 @@ def hardware_problems(config: Config) -> list[str]:
         problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
     if hw.runtime == "eager" and hw.device == "tpu":
         problems.append("hw.runtime=eager with hw.device=tpu; plain torch cannot use a TPU; use hw.runtime=xla.")
+    if hw.runtime == "torchtpu" and (hw.device != "tpu" or hw.num_devices > 1):
+        problems.append(
+            f"hw.runtime=torchtpu with hw.device={hw.device} hw.num_devices={hw.num_devices}; programs are lowered for "
+            "one TPU chip so far; use hw=v6e1 or hw=v5e1, or hw.runtime=xla."
+        )
     if hw.runtime == "eager" and hw.parallel == "spmd":
         problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
     if hw.parallel == "inline" and hw.num_devices != 1:

@@ -94,8 +94,9 @@ class HwConfig:
     """Name of the machine; the file name in conf/hw."""
     device: str = choice("cpu", "tpu", "cuda")
     """Kind of device the arithmetic runs on."""
-    runtime: str = choice("xla", "eager")
-    """`xla`: torch_xla. `eager`: plain torch (cpu or cuda), the reference the xla runtime is tested against."""
+    runtime: str = choice("xla", "torchtpu", "eager")
+    """`xla`: torch_xla. `torchtpu`: its successor, in an environment of its own, for task=plan. `eager`: plain torch
+    (cpu or cuda), the reference the xla runtime is tested against."""
     parallel: str = choice("inline", "spmd", "spawn")
     """`inline`: one device in this process. `spmd`: one process per host, arrays sharded over the mesh.
     `spawn`: one process per device, replicated, gradients summed in the graph."""

@@ -4,6 +4,7 @@ transformers turns queries and keys in a tensor of their own before attention; a
 them there. While `with_rope_in_kernel` runs, `apply_rotary_pos_emb` of the model's file returns queries and keys
 unchanged, and `pending_rotation` returns the cosines and sines to the kernel's caller."""
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ def _modules_with_standard_rope(module: nn.Module) -> list[ModuleType]:
     return [file for file in files.values() if hasattr(file, NAME) and _is_standard_rope(getattr(file, NAME))]
 
 
+@functools.cache
 def _is_standard_rope(apply_rope: Callable[..., Any]) -> bool:
     """Return whether a function computes x cos + rotate_half(x) sin, tested on some numbers.
 

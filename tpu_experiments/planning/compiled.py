@@ -30,8 +30,8 @@ from tpu_experiments.planning.hlo.program import ProgramCost, read_program
 from tpu_experiments.planning.oom import OutOfMemory, classify, is_out_of_memory, read_out_of_memory
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chip_limit_gib
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
-from tpu_experiments.planning.trace import BATCH, Argument, Lowered
 from tpu_experiments.planning.work import GIB
+from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import is_adapter_part
 
@@ -85,10 +85,11 @@ class Compilers:
             "num_chips": program.num_partitions * program.num_replicas,
             "mesh": asdict(program.mesh),
             "num_replicas": program.num_replicas,
+            **({"form": program.form} if program.form != "hlo" else {}),
             "arguments": [asdict(argument) for argument in program.arguments],
         }
         facts = {"request": request, "flags": " ".join(hw.libtpu_flags), "versions": versions()}
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.hlo).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.module).hexdigest()[:16]
         if key not in self.futures:
             log.info("%s of %s: traced in %.1f s", program.name, shown(program), program.trace_seconds)
             place = Path(folder) / key
@@ -108,7 +109,7 @@ class Compilers:
         known = (place / ANSWER).exists()
         if not known:
             place.mkdir(parents=True, exist_ok=True)
-            (place / PROGRAM).write_bytes(program.hlo)
+            (place / PROGRAM).write_bytes(program.module)
             (place / REQUEST).write_text(json.dumps(request))
             self._run(place, flags=" ".join(hw.libtpu_flags), what=what)
         answer: dict[str, Any] = json.loads((place / ANSWER).read_text())

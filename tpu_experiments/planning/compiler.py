@@ -23,6 +23,8 @@ from typing import Any
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.patches import mosaic_for_libtpu
 
+TAKES_MODULE = (0, 12)
+"""First jax known whose client compiles a module and no bytes of one; 0.7.1 is the other way about."""
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 
 
@@ -79,7 +81,7 @@ def environment() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that an estimate depends on, where they are installed."""
     known = {}
-    for name in ("libtpu", "jax", "torch_xla", "torch"):
+    for name in ("libtpu", "jax", "torch_xla", "torch_tpu", "torch"):
         with suppress(PackageNotFoundError):
             known[name] = version(name)
     return known
@@ -98,6 +100,7 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
     import jax
     import numpy as np
     from jax._src import compiler
+    from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
 
     jax.config.update("jax_default_device", topology.devices[0])  # a Pallas kernel is lowered for the default device
@@ -108,44 +111,46 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
         num_replicas=replicas,
         num_partitions=partitions,
         device_assignment=np.arange(count).reshape(replicas, partitions),
-        use_spmd_partitioning=partitions > 1,
     )
+    options.executable_build_options.use_spmd_partitioning = partitions > 1
     options.executable_build_options.use_shardy_partitioner = False
     devices = xla_client.DeviceList(tuple(topology.devices[:count]))
-    module = _annotated(hlo, request["arguments"], mesh=mesh)
-    with mosaic_for_libtpu():
-        return topology.devices[0].client.compile(module, devices, options)
+    client = topology.devices[0].client
+    if request.get("form") == "stablehlo":
+        text: Any = hlo
+    else:
+        text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
+    with mlir.make_ir_context(), mosaic_for_libtpu():
+        module = _annotated(text, request["arguments"], mesh=mesh)
+        is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= TAKES_MODULE
+        return client.compile(module if is_new else bytes(mlir.module_to_bytecode(module)), devices, options)
 
 
-def _annotated(hlo: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> bytes:
-    """Return the program as StableHLO, with the sharding of every argument.
+def _annotated(text: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> Any:
+    """Return the module of StableHLO with the sharding of every argument, in the context that is entered.
 
     Outputs that reuse the buffers of arguments are marked, with the sharding of those.
     """
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
-    with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        entry = next(op for op in module.body.operations if op.name.value == "main")
-        index = ir.IntegerType.get_signless(32)
-        inputs: list[Any] = []
-        outputs: list[dict[str, Any]] = [{} for _ in entry.type.results]
-        for argument in arguments:
-            attributes = {}
+    module = ir.Module.parse(text)
+    entry = next(op for op in module.body.operations if op.name.value == "main")
+    index = ir.IntegerType.get_signless(32)
+    inputs: list[Any] = []
+    outputs: list[dict[str, Any]] = [{} for _ in entry.type.results]
+    for argument in arguments:
+        attributes = {}
+        if mesh.num_devices > 1:
+            sharding = ir.StringAttr.get(sharding_text(argument["axes"], mesh=mesh))
+            attributes["mhlo.sharding"] = sharding
+        if argument["alias"] is not None:
+            attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
             if mesh.num_devices > 1:
-                sharding = ir.StringAttr.get(sharding_text(argument["axes"], mesh=mesh))
-                attributes["mhlo.sharding"] = sharding
-            if argument["alias"] is not None:
-                attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
-                if mesh.num_devices > 1:
-                    outputs[argument["alias"]]["mhlo.sharding"] = sharding
-            inputs.append(ir.DictAttr.get(attributes))
-        entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
-        entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(output) for output in outputs])
-        return bytes(mlir.module_to_bytecode(module))
+                outputs[argument["alias"]]["mhlo.sharding"] = sharding
+        inputs.append(ir.DictAttr.get(attributes))
+    entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
+    entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(output) for output in outputs])
+    return module
 
 
 def sharding_text(axes: Sequence[Any], *, mesh: Mesh) -> str:

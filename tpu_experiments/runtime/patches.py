@@ -1,11 +1,11 @@
 """Attributes of libraries that are replaced while a block runs, and the versions that private names were written for.
 
 torch_xla 2.9.0 is its last release, so what its public names lack is taken from below them, in runtime/,
-planning/trace.py and planning/compiler.py. Versions are checked before those are imported, and nothing is replaced for
-longer than a `with` block.
+and planning/compiler.py; so is what TorchTPU's public names lack (runtime/tpu/). Versions are checked before those are
+imported, and nothing is replaced for longer than a `with` block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,23 +14,29 @@ from tpu_experiments.config.errors import ConfigError
 
 WRITTEN_FOR = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 """torch_xla[tpu,pallas]==2.9.0 names the other three."""
+TORCHTPU = {"torch": "2.14.1", "torch_tpu": "0.2.0", "jax": "0.12.0.1", "libtpu": "0.0.52"}
+"""Versions of the backend of TorchTPU, as in launch/requirements-torchtpu.lock."""
 MOSAIC_VERSION = 7
 """libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8 where no TPU tells it otherwise."""
 
 
-def require_versions(*packages: str) -> None:
+def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: str = "requirements.lock") -> None:
     """Refuse packages of other versions than the private names here were written for.
+
+    Args:
+        of: the versions.
+        lock: file of launch/ that has them.
 
     Raises:
         ConfigError: a package is missing or of another version.
     """
     found = {name: installed(name) for name in packages}
-    wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if have != WRITTEN_FOR[name]]
+    wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if have != of[name]]
     if wrong:
-        wanted = " ".join(f"{name}=={WRITTEN_FOR[name]}" for name in packages)
+        wanted = " ".join(f"{name}=={of[name]}" for name in packages)
         raise ConfigError(
             f"{' and '.join(wrong)}; this program uses private names that only other versions have: install {wanted}, "
-            "or let launch/local.sh make the environment from launch/requirements.lock."
+            f"or let launch/local.sh make the environment from launch/{lock}."
         )
 
 
@@ -56,7 +62,11 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[Any]:
 @contextmanager
 def mosaic_for_libtpu() -> Iterator[None]:
     """Have jax write Pallas kernels in the version of Mosaic that libtpu reads, while the block runs."""
+    import jax
     from jax._src import tpu_custom_call
 
+    if jax.__version__ != WRITTEN_FOR["jax"]:  # TorchTPU's jax writes what its libtpu reads
+        yield
+        return
     with patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION):
         yield

@@ -11,8 +11,8 @@ from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Bucket, Decoder
 from tpu_experiments.models.huggingface import ShapesOfModel
 from tpu_experiments.planning.compiled import Compilers
-from tpu_experiments.planning.trace import TracingRuntime
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
+from tpu_experiments.runtime.xla.tracing import TracingRuntime
 
 pytestmark = pytest.mark.xla
 ROWS, LENGTH = 2, 128

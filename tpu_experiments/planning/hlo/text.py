@@ -11,6 +11,8 @@ from functools import cached_property
 # A computation opens with its signature. It closes only at a bare brace in the first column: the metadata of kernels
 # can span lines that begin with a brace.
 HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\) -> .*\{\s*$")
+END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')
+"""The last line of a computation; libtpu 0.0.52 runs some on a chip's sparse core."""
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$", re.DOTALL)
 OPCODE = re.compile(r"(?<=[)\]}]) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
@@ -173,7 +175,7 @@ def blocks(text: str) -> list[tuple[re.Match[str], list[str]]]:
             inside = head is not None
             if head:
                 found.append((head, []))
-        elif line.rstrip() == "}" and line[0] == "}":
+        elif END.match(line):
             inside = False
         elif INSTRUCTION.match(line):
             found[-1][1].append(line)

@@ -24,14 +24,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Target
-from tpu_experiments.runtime.patches import mosaic_for_libtpu, patched_attribute, require_versions
+from tpu_experiments.runtime.patches import TORCHTPU, installed, mosaic_for_libtpu, patched_attribute, require_versions
 
 HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "fwd": ((0, 1, 2), (3,)),
-    "dkv": ((0, 1, 2, 7), (3, 4, 5)),
-    "dq": ((0, 1, 2, 7), (1,)),
+    "fwd": ((0, 1, 2), (0,)),
+    "dkv": ((0, 1, 2, 7), (0, 1, 2)),
+    "dq": ((0, 1, 2, 7), (0,)),
 }
 """Indices of each splash kernel's operands (q, k, v, gradient of the output) and results with a head dimension."""
+SCRATCH = {"fwd": 3, "dkv": 3, "dq": 1}
+"""Results of jax 0.7.1's kernels that come before those and are scratch memory; later ones declare it as that."""
 
 
 def heads_first(flat: Any, *, head_dim: int) -> Any:
@@ -54,14 +56,16 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
 
     def build(kernel: Any, *, grid_spec: Any, out_shape: Any, **settings: Any) -> Callable[..., Any]:
         in_specs, out_specs, shapes = list(grid_spec.in_specs), list(grid_spec.out_specs), list(out_shape)
+        scratch = tuple(grid_spec.scratch_shapes)
         for place in operands:
             in_specs[place] = _flat_block(in_specs[place])
-        given = [place for place in results if shapes[place] is not None]
+        offset = 0 if scratch else SCRATCH[phase]
+        given = [offset + place for place in results if shapes[offset + place] is not None]
         for place in given:
             out_specs[place] = _flat_block(out_specs[place])
             shapes[place] = jax.eval_shape(heads_last, shapes[place])
         first = grid_spec.num_scalar_prefetch
-        flat_grid = pltpu.PrefetchScalarGridSpec(first, grid_spec.grid, in_specs, out_specs)
+        flat_grid = pltpu.PrefetchScalarGridSpec(first, grid_spec.grid, in_specs, out_specs, scratch)
         run = pallas_call(kernel, grid_spec=flat_grid, out_shape=shapes, **settings)
 
         def call(*tensors: Any) -> list[Any]:
@@ -155,7 +159,10 @@ def _halves_by_product(x: Any, *, signs: Sequence[float]) -> Any:
     return jnp.matmul(x, matrix, precision="highest")
 
 
-require_versions("jax")
+if installed("torch_tpu") is None:
+    require_versions("jax")
+else:
+    require_versions("jax", of=TORCHTPU, lock="requirements-torchtpu.lock")
 jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
@@ -172,7 +179,7 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     if call.num_shards * call.head_shards > 1:
         run = _on_each_chip(run, call, direction=direction)
     with mosaic_for_libtpu():
-        traced = jax.jit(run, keep_unused=True).trace(*_arguments(call, direction=direction))
+        traced = jax.jit(run, keep_unused=True).trace(*arguments_of(call, direction=direction))
         module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
 
@@ -192,7 +199,7 @@ def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Di
     return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
 
 
-def _arguments(call: AttentionCall, *, direction: Direction) -> list[Any]:
+def arguments_of(call: AttentionCall, *, direction: Direction) -> list[Any]:
     """Return the shapes of the arguments of the function that `lowered` lowers."""
     rows, length, size = call.rows, call.length, call.head_dim
     query = jax.ShapeDtypeStruct((rows, length, call.heads * size), call.dtype)

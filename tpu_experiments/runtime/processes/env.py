@@ -80,8 +80,11 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["PJRT_DEVICE"] = hw.device.upper()
     if hw.runtime == "xla" and hw.device == "cpu":
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
-    if hw.runtime == "eager":
+    if hw.runtime != "xla":
         values["USE_TORCH_XLA"] = "0"  # else transformers imports it, which takes seconds, and uses nothing of it
+    if hw.runtime == "torchtpu":
+        values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else importing torch looks for chips
+        values["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else a line for every operator that a program makes without a chip
     if hw.libtpu_flags:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()

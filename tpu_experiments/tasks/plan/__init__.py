@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning import oom
-from tpu_experiments.runtime.patches import require_versions
+from tpu_experiments.runtime.patches import TORCHTPU, require_versions
 
 STOPPED_EXIT_CODE = 75
 """Exit code of a stopped run: the same command continues it."""
@@ -34,7 +34,7 @@ def run(config: Config) -> None:
     machines = {name: for_machine(name, config) for name in settings.compare if name != config.hw.name}
     for each in machines.values():
         check_hw(each)
-    method = chosen_method(settings)
+    method = chosen_method(settings, runtime=config.hw.runtime)
     if method == "analytic" and settings.pack > 1:
         raise ConfigError(
             f"task.pack={settings.pack}; formulas know one adapter, and nothing is compiled here; install libtpu (the "
@@ -98,7 +98,7 @@ def check_hw(config: Config) -> None:
         )
     if is_gpu:
         return
-    if hw.topology is None or hw.runtime != "xla":
+    if hw.topology is None or hw.runtime == "eager":
         raise ConfigError(
             f"hw={hw.name}; task=plan compiles for a TPU, or reads a GPU's datasheet, and this hardware names neither "
             "topology nor chip; choose one that does, for example hw=v5e8, hw=v6e8, hw=colab or hw=l4."
@@ -111,12 +111,18 @@ def check_hw(config: Config) -> None:
         raise oom.too_many_chips(hw, num_there=num_there)
 
 
-def chosen_method(settings: PlanTaskConfig) -> str:
+def chosen_method(settings: PlanTaskConfig, *, runtime: str) -> str:
     """Return `compiled` or `analytic`.
 
+    Args:
+        runtime: `hw.runtime`, whose packages lower the programs.
+
     Raises:
-        ConfigError: `compiled` is requested without a compiler.
+        ConfigError: `compiled` is requested without a compiler, or hw.runtime=torchtpu without its environment.
     """
+    if runtime == "torchtpu":
+        require_versions(*TORCHTPU, of=TORCHTPU, lock="requirements-torchtpu.lock")
+        return "analytic" if settings.method == "analytic" else "compiled"
     is_there = all(importlib.util.find_spec(name) for name in ("libtpu", "jax", "torch_xla"))
     if settings.method == "compiled" and not is_there:
         raise ConfigError(

@@ -18,8 +18,8 @@ from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.stored_plans import COMPILED, PLANS
 from tpu_experiments.planning.timing import calibration_of
-from tpu_experiments.planning.trace import Lowered
 from tpu_experiments.planning.tuned import tuned_notes
+from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run

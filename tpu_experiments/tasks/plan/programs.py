@@ -18,8 +18,9 @@ from tpu_experiments.models.bitnet import MIX
 from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import samples
-from tpu_experiments.planning.trace import Lowered, TracingRuntime
+from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads
+from tpu_experiments.runtime.tracing import tracing_runtime
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.pack import Pack, part_of
@@ -46,7 +47,7 @@ class Traced:
 
 def trace_run(config: Config, *, which: str) -> Traced:
     """Lower the run's programs; `which` is `all` or `train`."""
-    runtime = TracingRuntime(config.hw, sharding=config.sharding)
+    runtime = tracing_runtime(config.hw, sharding=config.sharding)
     trainer = planned_trainer(config, runtime)
     check_heads(runtime.mesh, trainer.model_source().config)
     num_adapters = config.task.pack if isinstance(config.task, PlanTaskConfig) else 1
@@ -70,7 +71,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     return Traced(config, stages, arch, trained, shapes, programs)
 
 
-def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
+def planned_trainer(config: Config, runtime: Any) -> Any:
     """Return the configured trainer, whose weights are shapes without data."""
     kind: Any = locate(config.trainer._target_, key="trainer")
 
@@ -83,14 +84,14 @@ def planned_trainer(config: Config, runtime: TracingRuntime) -> Any:
     return PlannedTrainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())
 
 
-def shape_of(stage: Stage, *, runtime: TracingRuntime) -> Shape:
+def shape_of(stage: Stage, *, runtime: Any) -> Shape:
     """Return (A, R, T) of one process's training batch."""
     geometry = stage.geometry
     rows = geometry.micro_rows * geometry.num_shards // runtime.share[1]
     return geometry.accumulation, rows, geometry.seq_len
 
 
-def evaluation_shape(config: Config, stages: list[Stage], *, runtime: TracingRuntime) -> tuple[int, int]:
+def evaluation_shape(config: Config, stages: list[Stage], *, runtime: Any) -> tuple[int, int]:
     """Return (R, T) of one process's evaluation batch, as in training/batches.py."""
     rows = evaluation_rows(stages) // runtime.share[1]
     return rows, max(stage.geometry.seq_len for stage in stages)

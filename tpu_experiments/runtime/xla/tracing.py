@@ -8,7 +8,6 @@ argument, as in the run.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,52 +24,10 @@ from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import Counters, Held, Program
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
+from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered, axes_of, kind_of
 from tpu_experiments.runtime.ops import Folding
-from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
+from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.loop import folding_on
-
-BATCH = "batch/"
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a program."""
-
-    name: str
-    """Name of the parameter, `<parameter>/<slot>` for optimizer state, `batch/<tensor>`, or empty for a constant."""
-    shape: tuple[int, ...]
-    dtype: str
-    axes: Axes
-    """Mesh axes that each dimension is sharded over."""
-    alias: int | None = None
-    """Number of the output that reuses its buffer, since the run overwrites the old values."""
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """One program of a run, before it is compiled."""
-
-    name: str
-    """`train`, `eval` or `sample`."""
-    shape: tuple[int, ...]
-    """Shape of the batch's token ids."""
-    hlo: bytes = field(repr=False)
-    """Serialized HloModuleProto."""
-    arguments: tuple[Argument, ...] = field(repr=False)
-    resident: tuple[Argument, ...] = field(repr=False)
-    """Arrays that the run keeps on the device and this program does not read."""
-    mesh: Mesh
-    """Chips over which the compiler partitions the program (spmd); otherwise one."""
-    num_replicas: int
-    """Number of processes that run it concurrently (spawn)."""
-    trace_seconds: float
-    num_adapters: int = 1
-    """Adapters that a training step trains, each on a batch of its own."""
-
-    @property
-    def num_partitions(self) -> int:
-        """Number of chips of the mesh."""
-        return self.mesh.num_devices
 
 
 class TracingRuntime:
@@ -169,7 +126,7 @@ class TracingRuntime:
         return Lowered(
             name,
             tuple(next(iter(batch.values())).shape),
-            hlo=lowering.hlo(),
+            module=lowering.hlo(),
             arguments=self._arguments(lowering, sent=sent, alias=alias, rows_dim=rows_dim),
             resident=self._resident(lowering),
             mesh=self.mesh if self.is_sharded else Mesh(),
@@ -190,27 +147,20 @@ class TracingRuntime:
             number, shape = lowering.tensor_parameter_id(tensor), tuple(tensor.shape)
             if number >= 0:  # else the program does not read it
                 axes = self._axes(name, shape, rows_dim=rows_dim)
-                by_number[number] = Argument(name, shape, _kind(tensor), axes, alias.get(number))
+                by_number[number] = Argument(name, shape, kind_of(tensor), axes, alias.get(number))
         of_values = lowering.device_parameter_id_tensor_mapping()
         for number in of_values.keys() - by_number.keys():
             value = of_values[number]
-            by_number[number] = Argument("", tuple(value.shape), _kind(value), (None,) * value.ndim)
+            by_number[number] = Argument("", tuple(value.shape), kind_of(value), (None,) * value.ndim)
         return tuple(by_number[number] for number in range(len(by_number)))
 
     def _resident(self, lowering: Any) -> tuple[Argument, ...]:
         unread = [(n, t) for n, t in self.placed if lowering.tensor_parameter_id(t) < 0]
         return tuple(
-            Argument(name, tuple(t.shape), _kind(t), self._axes(name, tuple(t.shape), rows_dim=0)) for name, t in unread
+            Argument(name, tuple(t.shape), kind_of(t), self._axes(name, tuple(t.shape), rows_dim=0))
+            for name, t in unread
         )
 
     def _axes(self, name: str, shape: tuple[int, ...], *, rows_dim: int) -> Axes:
-        """Return the run's sharding: of a parameter by the sharding table, of a batch along its rows."""
-        if not self.is_sharded:
-            return (None,) * len(shape)
-        if name.startswith(BATCH):
-            return batch_axes(len(shape), rows_dim=rows_dim, mesh=self.mesh)
-        return self.table.axes(name, shape)
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        table = self.table if self.is_sharded else None
+        return axes_of(name, shape, table=table, mesh=self.mesh, rows_dim=rows_dim)

@@ -1,0 +1,96 @@
+"""The TPU attention kernel in TorchTPU's graphs: jax's kernels (splash.py) through TorchTPU's door for them."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+NAMES: dict[str, Direction] = {
+    "tpu_experiments.attention_forward.default": "forward",
+    "tpu_experiments.attention_backward.default": "backward",
+}
+"""Operators of kernels/attention.py, as a traced graph names them."""
+
+
+class LaterAttention:
+    """An `AttentionKernel` for tensors of the meta device: a trace records its operators for `lowered_call`."""
+
+    def __init__(self, *, max_block: int = MAX_BLOCK) -> None:
+        self.max_block = max_block
+
+    def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
+        raise AssertionError("tensors of the meta device have no values to attend to")
+
+    def backward(self, *saved: Tensor, grad: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError("tensors of the meta device have no values to attend to")
+
+
+def lowered_call(direction: Direction, arguments: tuple[Any, ...], *, max_block: int) -> Any:
+    """Return the results of an attention operator on TorchTPU's placeholders.
+
+    Args:
+        arguments: of the operator (kernels/attention.py).
+    """
+    if direction == "forward":
+        *tensors, heads, scale, window, soft_cap = arguments
+    else:
+        saved, grad, heads, scale, window, soft_cap = arguments
+        tensors = [*saved, grad]
+    q, k, v, segments, rotation, *others = tensors
+    rows, length, width = q.shape
+    head_dim, rotates = width // heads, rotation.numel() > 0
+    call = AttentionCall(
+        *(rows, heads, k.shape[2] // head_dim, length, head_dim),
+        dtype=DTYPES[q.dtype],
+        scores=Scores(scale, window, soft_cap),
+        rotates=rotates,
+        max_block=max_block,
+    )
+    inputs = [q, k, v, segments, *([rotation] if rotates else []), *others]
+    text, results = _lowered(call, direction)
+    return _spliced(text, inputs=inputs, results=results)
+
+
+def _spliced(text: str, *, inputs: list[Tensor], results: tuple[tuple[tuple[int, ...], str], ...]) -> list[Tensor]:
+    """Return the results of a StableHLO module inside the program that TorchTPU builds.
+
+    TorchTPU's own door for kernels asks the TPU for its topology (torch_tpu 0.2.0, `call_custom_kernel`), so the module
+    goes in as the body of a loop of one iteration, which XLA removes. The carry is what the module returns.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    carry = [torch.zeros(shape, dtype=getattr(torch, dtype), device="tpu") for shape, dtype in results]
+    once = torch.zeros((1,), device="tpu")
+    made: list[Tensor] = tpu_torch_compile.create_scan_op(
+        inits=carry,
+        inputs=[once, *inputs],
+        body_module=tpu_torch_compile.parse_mlir_text(text),
+        scan_direction=tpu_torch_compile.ScanDirection.kForward,
+        dummy_ys=[],
+        num_scan_inputs=1,
+    )
+    return made
+
+
+@functools.cache
+def _lowered(call: AttentionCall, direction: Direction) -> tuple[str, tuple[tuple[tuple[int, ...], str], ...]]:
+    """Return the StableHLO of (results, once, *inputs) -> results, and shape and type of every result."""
+    import jax
+
+    from tpu_experiments.runtime.kernels.splash import arguments_of, attention_function
+
+    run = attention_function(call, direction=direction, target="tpu")
+    inputs = arguments_of(call, direction=direction)
+    results = jax.eval_shape(run, *inputs)
+
+    def body(*tensors: Any) -> Any:
+        return run(*tensors[len(results) + 1 :])
+
+    given = [*results, jax.ShapeDtypeStruct((), "float32"), *inputs]
+    traced = jax.jit(body, keep_unused=True).trace(*given)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    return text, tuple((tuple(result.shape), result.dtype.name) for result in results)

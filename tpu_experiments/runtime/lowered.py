@@ -1,0 +1,72 @@
+"""A program of a run before it is compiled: what a backend's tracing gives, and the plan reads."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from tpu_experiments.config.mesh import Axes, Mesh
+from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
+
+BATCH = "batch/"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a program."""
+
+    name: str
+    """Name of the parameter, `<parameter>/<slot>` for optimizer state, `batch/<tensor>`, or empty for a constant."""
+    shape: tuple[int, ...]
+    dtype: str
+    axes: Axes
+    """Mesh axes that each dimension is sharded over."""
+    alias: int | None = None
+    """Number of the output that reuses its buffer, since the run overwrites the old values."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One program of a run, before it is compiled."""
+
+    name: str
+    """`train`, `eval` or `sample`."""
+    shape: tuple[int, ...]
+    """Shape of the batch's token ids."""
+    module: bytes = field(repr=False)
+    """Serialized HloModuleProto (`form=hlo`, torch_xla's), or StableHLO as text (`stablehlo`, TorchTPU's)."""
+    arguments: tuple[Argument, ...] = field(repr=False)
+    resident: tuple[Argument, ...] = field(repr=False)
+    """Arrays that the run keeps on the device and this program does not read."""
+    mesh: Mesh
+    """Chips over which the compiler partitions the program (spmd); otherwise one."""
+    num_replicas: int
+    """Number of processes that run it concurrently (spawn)."""
+    trace_seconds: float
+    num_adapters: int = 1
+    """Adapters that a training step trains, each on a batch of its own."""
+    form: Literal["hlo", "stablehlo"] = "hlo"
+
+    @property
+    def num_partitions(self) -> int:
+        """Number of chips of the mesh."""
+        return self.mesh.num_devices
+
+
+def axes_of(name: str, shape: tuple[int, ...], *, table: ShardingTable | None, mesh: Mesh, rows_dim: int) -> Axes:
+    """Return the run's sharding of an argument: of a parameter by the sharding table, of a batch along its rows.
+
+    Args:
+        name: as in `Argument`.
+        table: None where nothing is sharded.
+    """
+    if table is None:
+        return (None,) * len(shape)
+    if name.startswith(BATCH):
+        return batch_axes(len(shape), rows_dim=rows_dim, mesh=mesh)
+    return table.axes(name, shape)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the name of a tensor's data type, as in `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")

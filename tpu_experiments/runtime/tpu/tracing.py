@@ -1,0 +1,262 @@
+"""The trainer's own programs, lowered by TorchTPU without a TPU: traced on meta tensors, interpreted on placeholders.
+
+make_fx traces the step on tensors of the meta device, since TorchTPU's placeholders have no device that autograd
+knows; TorchTPU's interpreter runs the graph on placeholders and gives StableHLO. `lower` is the counterpart of
+runtime/xla/tracing.py, and gives the same `Lowered`.
+"""
+
+import io
+import operator
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.scan import scan_op
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.config.model_schema import ShardingConfig
+from tpu_experiments.runtime.base import Counters, Held, Program
+from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
+from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, lowered_call
+from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered, kind_of
+from tpu_experiments.runtime.ops import Folding, unconstrained
+from tpu_experiments.runtime.tpu.loop import REVERSED, tensors_of, traced_loop
+
+NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_ID": "0",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_TOPOLOGY": "1x1",
+}
+"""Without these TorchTPU asks a metadata server for minutes. What is lowered does not depend on the type."""
+NAMED = "tpu_experiments.named.default"
+"""Operator of models/layer_graph.py that gives a value a name for the policy of what is saved."""
+
+
+class TracingRuntime:
+    """A `Runtime` without devices, whose programs are lowered by TorchTPU instead of run."""
+
+    def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+        if hw.num_devices > 1:
+            raise ConfigError(
+                f"hw.runtime=torchtpu with hw.num_devices={hw.num_devices}; programs are lowered for one chip so far; "
+                "use hardware of one chip (hw=v6e1, hw=v5e1), or hw.runtime=xla."
+            )
+        self.device = torch.device("meta")
+        self.mesh = Mesh()
+        install_attention_kernel(LaterAttention())
+        self.max_block = hw.attention_block
+        self.num_devices, self.rank, self.world_size, self.share = 1, 0, 1, (0, 1)
+        self.loop, self.constrain = traced_loop, unconstrained
+        self.folding: Folding | None = Folding(traced_loop)
+        self.placed: list[tuple[str, Tensor]] = []
+
+    def seed(self, value: int) -> None: ...
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        self.placed.append((name, placeholder))
+        return placeholder
+
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.place(torch.empty(shape, dtype=dtype, device=self.device), name=name)
+
+    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
+        return {name: torch.empty(t.shape, dtype=t.dtype, device=self.device) for name, t in batch.items()}
+
+    @contextmanager
+    def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
+        raise NotImplementedError("a plan has no data")
+
+    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
+        return function  # type: ignore[return-value]
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
+    def any_process(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self, tag: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def memory_gib(self) -> float | None:
+        return None
+
+    def lower(
+        self,
+        function: Callable[[dict[str, Tensor]], Any],
+        *,
+        name: str,
+        batch: Mapping[str, Tensor],
+        rows_dim: int,
+        renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
+        num_adapters: int = 1,
+    ) -> Lowered:
+        """Lower `function` for host tensors like `batch`.
+
+        Args:
+            rows_dim: dimension of the batch that is split over the devices; there is one.
+            renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
+        """
+        started = time.perf_counter()
+        sent = self.put(batch, rows_dim=rows_dim)
+        given = [*self.placed, *((BATCH + key, tensor) for key, tensor in sent.items())]
+        aliases: dict[StorageWeakRef, int] = {}
+
+        def run(_: list[Tensor]) -> list[Tensor]:
+            out = function(sent)
+            pairs = list(renewed(out))
+            aliases.update({storage_of(old): index for index, (old, _) in enumerate(pairs)})
+            new_values = [value for _, value in pairs]
+            known = {id(value) for value in new_values}
+            return new_values + [t for t in tensors_of(out) if id(t) not in known]
+
+        run([])  # what is computed once, outside a graph: layers' own graphs, and whether the head is a product
+        load()
+        graph = make_fx(run, tracing_mode="real")([tensor for _, tensor in given])
+        read = as_function_of(graph, given)
+        text = stablehlo_of(graph, [tensor for _, tensor in read], max_block=self.max_block)
+        return Lowered(
+            name,
+            tuple(next(iter(batch.values())).shape),
+            module=text.encode(),
+            form="stablehlo",
+            arguments=tuple(argument_of(key, t, alias=aliases.get(storage_of(t))) for key, t in read),
+            resident=tuple(argument_of(key, t) for key, t in self.placed if not any(t is other for _, other in read)),
+            mesh=Mesh(),
+            num_replicas=1,
+            trace_seconds=time.perf_counter() - started,
+            num_adapters=num_adapters,
+        )
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return what a placed tensor and the parameter made of it have in common."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def argument_of(name: str, tensor: Tensor, *, alias: int | None = None) -> Argument:
+    """Return a tensor as an argument that is whole on every chip."""
+    return Argument(name, tuple(tensor.shape), kind_of(tensor), (None,) * tensor.ndim, alias)
+
+
+def as_function_of(graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Make the graph, in place, a function of those given tensors that it reads, on the TPU; return them.
+
+    make_fx has an input for every given tensor, and holds a parameter, which shares the storage of one, as a constant.
+
+    Raises:
+        RuntimeError: the graph reads another tensor, whose values a plan does not have.
+    """
+    nodes = graph.graph.find_nodes(op="placeholder")
+    of_storage = {storage_of(t): node for (_, t), node in zip(given, nodes, strict=True)}
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(graph)
+            if not isinstance(value, Tensor):
+                continue  # the body of a loop
+            source = of_storage.get(storage_of(value))
+            if source is None:
+                raise RuntimeError(f"a traced program reads a tensor of {tuple(value.shape)} that was not placed")
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+    for part in graph.modules():
+        if isinstance(part, fx.GraphModule):
+            _on_tpu(part)
+    read = [(pair, node) for pair, node in zip(given, nodes, strict=True) if node.users]
+    for node in nodes:
+        if not node.users:
+            graph.graph.erase_node(node)
+    graph.graph.set_codegen(fx.graph.CodeGen())
+    graph.recompile()
+    return [pair for pair, _ in read]
+
+
+def _on_tpu(graph: fx.GraphModule) -> None:
+    """Have a graph make its tensors on the TPU, and drop names of values."""
+    for node in list(graph.graph.nodes):
+        if str(node.target) == NAMED:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+        elif "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("tpu")}
+    graph.recompile()
+
+
+def load() -> None:
+    """Load TorchTPU, which gives torch the device `tpu`, as on a machine without one."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in NO_TPU.items()})
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        from torch_tpu import _loader
+
+        _loader._init_device("tpu")
+
+
+def stablehlo_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int = MAX_BLOCK) -> str:
+    """Return the StableHLO of a graph as text, by TorchTPU; `load` has been called.
+
+    Args:
+        max_block: tokens in the largest block of an attention kernel.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, max_block=max_block))
+    return text
+
+
+def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int) -> Any:
+    """Return TorchTPU's module of a graph for inputs like these."""
+    from torch_tpu._internal.compile import tpu_torch_compile
+    from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
+    from torch_tpu._internal.export.export import EagerLikeFxInterpreter
+
+    class Interpreter(EagerLikeFxInterpreter):
+        """TorchTPU's interpreter with a loop of its own.
+
+        Its own handler of `scan` (torch_tpu 0.2.0) compiles the body by itself, for which it needs a TPU.
+        """
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is scan_op:
+                return scanned(*args)
+            if str(target) in NAMES:
+                return lowered_call(NAMES[str(target)], args, max_block=max_block)
+            return super().call_function(target, args, kwargs)
+
+    def scanned(body: fx.GraphModule, carry: Any, xs: Any, others: Any) -> Any:
+        is_reverse = any(node.meta.get("custom", {}).get(REVERSED) for node in body.graph.nodes)
+        directions = tpu_torch_compile.ScanDirection
+        slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in xs]
+        results = body.graph.output_node().args[0]
+        ys: list[Any] = [node.meta["val"] for node in results[len(carry) :]]  # type: ignore[union-attr]
+        return tpu_torch_compile.create_scan_op(
+            inits=list(carry),
+            inputs=[*xs, *others],
+            body_module=module_of(body, [*carry, *slices, *others], max_block=max_block),
+            scan_direction=directions.kReverse if is_reverse else directions.kForward,
+            dummy_ys=[torch.zeros((len(xs[0]), *y.shape), dtype=y.dtype, device="meta") for y in ys],
+            num_scan_inputs=len(xs),
+        )
+
+    like = [tpu_torch_compile.placeholder(list(t.shape), t.dtype, False) for t in inputs]
+    with warnings.catch_warnings(), set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
+        outputs = tensors_of(Interpreter(graph).run(*like))
+        return tpu_torch_compile.build_mlir(outputs, like)
