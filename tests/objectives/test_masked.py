@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, DataCollatorForLanguageModeling, PreTrai
 
 from tests.data.small_tokenizers import byte_level, gemma, mistral
 from tests.models.encoders import ENCODERS, packed_rows, source_of
+from tests.models.test_longformer import run_of
+from tests.objectives.test_replaced_token import num_reads
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import MOST_PIECES, num_places
 from tpu_experiments.data.batches import Batch
@@ -18,6 +20,7 @@ from tpu_experiments.models.dropout import token_words
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges, starts_of
 from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.runtime.xla.replay import NUM_FIRST
 from tpu_experiments.training.batches import with_noise
 
 pytestmark = pytest.mark.xla
@@ -267,6 +270,29 @@ def test_draws_are_the_same_on_torch_xla(make_config, whole_word):
     assert torch.equal(here.rows["ids"], there.rows["ids"].cpu())
     assert torch.equal(here.picks_RKT, there.picks_RKT.cpu())
     assert torch.equal(here.targets_RK, there.targets_RK.cpu())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["modernbert_base", "eurobert_210m", "deberta_v3_base", "roberta_base"])
+def test_a_step_on_xla_is_one_program_without_a_host_read(make_config, model):
+    import torch_xla.debug.metrics as met
+
+    more = ("model.size=tiny", "model.dtype=float32", "sharding=replicated", "lora=none")
+    words = (f"model={model}", "objective=mlm", *more)
+    run, batches = run_of(make_config(*words))
+    compiles = run.runtime.counters().num_compiles
+    met.clear_counters()
+    outputs = [run.program(batch) for batch in batches[:NUM_FIRST]]  # traced; the numbers that go into them are read
+    run.runtime.wait()
+    reads = num_reads(met)
+    outputs += [run.program(batch) for batch in batches[NUM_FIRST:]]
+    run.runtime.wait()
+    assert [name for name in met.counter_names() if name.startswith("aten::")] == []
+    assert num_reads(met) == reads
+    assert run.runtime.counters().num_compiles == compiles + 1
+    plain, sent = run_of(make_config(*words, "hw.runtime=eager"))
+    expected = [float(plain.program(batch).loss) for batch in sent]
+    assert [float(output.loss.cpu()) for output in outputs] == pytest.approx(expected, rel=1e-5)
 
 
 def test_words_of_tokens_are_independent():

@@ -3,7 +3,15 @@
 from pathlib import Path
 
 from tests.config.composing import composed
-from tpu_experiments.sweeping.points import Point, command_of, point_name, shown_command, sweep_folder, without_own
+from tpu_experiments.sweeping.points import (
+    Point,
+    command_of,
+    pack_command,
+    point_name,
+    shown_command,
+    sweep_folder,
+    without_own,
+)
 
 
 def test_a_point_has_a_name_that_the_checks_accept() -> None:
@@ -30,6 +38,9 @@ def test_the_child_is_one_run_in_the_folder_of_the_sweep(tmp_path: Path) -> None
     assert command[2:] == ["seed=1", "lora.r=8", "name='lora.r=8'", f"output_dir='{folder}'", "hydra.mode=RUN"]
     assert Path(command[1]).name == "run.py"
     assert Path(command[1]).exists()
+    point = Point("p", {}, own, config, options=("--config-dir=/lab/conf",))
+    both = command_of(point, given=str(tmp_path)), pack_command(point, folder="f")
+    assert [words[2:4] for words in both] == [["--config-dir=/lab/conf", "seed=1"]] * 2
 
 
 def test_plans_of_a_sweep_share_what_is_compiled(tmp_path: Path) -> None:

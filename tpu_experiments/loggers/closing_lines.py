@@ -20,6 +20,8 @@ BOUND = "perplexity_bound"
 """Measure that bounds the perplexity from above; with `_low` and `_high` the ends of its interval."""
 OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
 """Arguments of a command that a follow-up run with the same settings does not repeat."""
+CONFIG_FOLDERS = frozenset({"--config-dir", "-cd", "--config-path", "-cp"})
+"""Options that a follow-up run repeats, with the folder behind them."""
 
 
 def print_if_finished(config: Config) -> bool:
@@ -75,17 +77,19 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
 
 def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str]) -> list[str]:
     """Return commands for this run: TensorBoard, generate, evaluate, export, and the same settings at other ranks."""
-    run, own = shlex.quote(f"task.run={folder.path()}"), [word for word in arguments if not OF_ONE_RUN.match(word)]
+    imported = [word for word in arguments if word.startswith("plugins=")]
+    run, own = shlex.join([f"task.run={folder.path()}", *imported]), _repeated(arguments)
     several, one = _hardware(result["hw"])
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
     evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
+    scored = [] if result.get("has_own_objective") else [evaluate]
     if not _writes_text(result):
         fill = f"  python run.py task=generate {run}{one}   # fill masked tokens after a prompt"
-        return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), evaluate]
+        return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), *scored]
     lines = [
         board,
         f"  python run.py task=generate {run}{one}   # type prompts to it",
-        evaluate,
+        *scored,
         f"  python run.py task=export {run}   # "
         + ("its integers, packed and proven" if "rounded" in result else "merged, and proven; task.forms=[gguf] too"),
     ]
@@ -93,6 +97,15 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
         words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])
         lines.append(f"  python run.py {words} lora.r=8,16,32   # the same at other ranks")
     return lines
+
+
+def _repeated(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a follow-up run with the same settings, its name left out."""
+    return [
+        word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if not OF_ONE_RUN.match(word) or word.partition("=")[0] in CONFIG_FOLDERS or before in CONFIG_FOLDERS
+    ]
 
 
 def _perplexity_text(result: dict[str, Any]) -> str:

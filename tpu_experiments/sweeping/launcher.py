@@ -120,7 +120,12 @@ class PointLauncher(Launcher):
                 raise
             sweep.refuse(name, changed=changed, why=str(error))
             return name
-        return Point(name, changed, tuple(own), config)
+        return Point(name, changed, tuple(own), config, options=self._options())
+
+    def _options(self) -> tuple[str, ...]:
+        """Return the command line's `--config-dir`, whose files the points read too."""
+        sources = self.config.hydra.runtime.config_sources
+        return tuple(f"--config-dir={source.path}" for source in sources if source.provider == "command-line")
 
     def _split(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return all overrides of a point, the command line's first, and those that vary."""

@@ -44,7 +44,8 @@ class Row:
     @classmethod
     def of(cls, point: Point) -> "Row":
         """Return the row of a point that has not started."""
-        return cls(point.name, redacted(dict(point.changed)), redacted_arguments(point.overrides), point.folder.path())
+        words = redacted_arguments([*point.options, *point.overrides])
+        return cls(point.name, redacted(dict(point.changed)), words, point.folder.path())
 
     def fill_from_result(self, result: dict[str, Any]) -> None:
         """Fill in the fields from a result.json; values of the wrong type are ignored."""

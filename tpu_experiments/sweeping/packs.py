@@ -163,7 +163,8 @@ def pack_plans(packs: Sequence[Sequence[Point]]) -> list[Point]:
         name = f"pack_{number}_of_{len(pack)}"
         more = (f"task.pack={len(pack)}",)
         config = replace(widest.config, name=name, task=replace(widest.config.task, pack=len(pack)))  # type: ignore[call-arg]
-        found.append(Point(name, {}, (*widest.overrides, *more), config, tuple(point.name for point in pack)))
+        members, overrides = tuple(point.name for point in pack), (*widest.overrides, *more)
+        found.append(Point(name, {}, overrides, config, members, widest.options))
     return found
 
 

@@ -31,6 +31,8 @@ class Point:
     config: Config
     members: tuple[str, ...] = ()
     """Names of the points that train in one program, of which this is the plan; empty for a point of its own."""
+    options: tuple[str, ...] = ()
+    """Options of Hydra in front of the overrides: `--config-dir=` of the sweep's command line."""
 
     @property
     def folder(self) -> RunFolder:
@@ -65,7 +67,7 @@ def command_of(point: Point, *, given: str) -> list[str]:
 
     `hydra.mode=RUN` is added, since a preset of conf/sweep would turn on multirun again.
     """
-    command = [sys.executable, str(RUN), *point.overrides, f"name='{point.name}'"]
+    command = [sys.executable, str(RUN), *point.options, *point.overrides, f"name='{point.name}'"]
     command += [f"output_dir='{point.config.output_dir}'", "hydra.mode=RUN"]
     task = point.config.task
     if isinstance(task, PlanTaskConfig) and task.compiled_folder is None:
@@ -85,7 +87,7 @@ def pack_command(point: Point, *, folder: str) -> list[str]:
         folder: its `PackFolder`.
     """
     own = [override for override in member_overrides(point) if not override.startswith("task=")]
-    return [sys.executable, str(RUN), *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
+    return [sys.executable, str(RUN), *point.options, *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
 
 
 def shown_command(overrides: Sequence[str], *, name: str) -> str:
