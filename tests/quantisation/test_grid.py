@@ -124,4 +124,6 @@ def test_other_settings_are_not_taken_for_these(change):
     settings = GridForm(Grid(4, 16), form="rtn", feedback=False).config([])
     settings["config_groups"]["group_0"]["weights"] |= change
     assert layout_of(settings) is None
+    rounding = GridForm(Grid(4, 16), form="lr_qat", feedback=False, inputs={"num_bits": 8}).config([])
+    assert layout_of(rounding) is None
     assert layout_of({"quant_method": "gptq", "bits": 4}) is None
