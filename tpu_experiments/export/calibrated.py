@@ -65,7 +65,7 @@ class GridForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
-        sizes = grid_sizes(self.grid.bits, self.grid.group, shape)
+        sizes = grid_sizes(self.grid.bits, self.grid.columns_of(shape[1]), shape)
         return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
 
     def config(self, kept: list[str]) -> dict[str, Any]:
