@@ -5,9 +5,10 @@
 A Llama of tests/benchmarks/scratch.py, trained on real Romanian. Each way starts from it: its weights rounded (L4
 search of scales); the same after more training with LoRA (merged, then rounded); and LR-QAT for as many steps on the
 same rows, at the rate whose loss on the evaluation split is the lowest for the first bits (LoRA has the same choice).
-LR-QAT is read by transformers from the packed integers that task=export wrote. Perplexities are over the tokens of the
-test documents, with 95 % intervals of their ratio to the model as it is over documents. What is finished in --out is
-not run again. Prints Markdown.
+LR-QAT is read by transformers from the packed integers that task=export wrote, with inputs of 8 bits where it was
+trained so (`--inputs 8`; the other ways then have their layers' inputs rounded as well). Perplexities are over the
+tokens of the test documents, with 95 % intervals of their ratio to the model as it is over documents. What is finished
+in --out is not run again. Prints Markdown.
 """
 
 import argparse
@@ -23,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 from tests.benchmarks.scratch import FILE, ROWS, SEQ_LEN, VOCAB_SIZE, data, run, split_texts, train
 from tpu_experiments.config.model_schema import ALL_LINEAR, is_target
-from tpu_experiments.models.low_rank_qat import EXPONENT
+from tpu_experiments.models.low_rank_qat import EXPONENT, rounded_tokens
 from tpu_experiments.quantisation.grid import Grid
+from tpu_experiments.quantisation.parts import rounds_inputs
 
 SIZE, RATE, RANK = "0.6 M", 3e-3, 8
 RESAMPLES = 2000
@@ -40,12 +42,17 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=600, help="steps of LR-QAT and of LoRA")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--grids", nargs="+", default=["4:0", "4:64", "3:0", "2:0"], help="bits:group")
+    parser.add_argument("--inputs", type=int, nargs="+", choices=[16, 8], default=[16], help="bits, 16 for as they are")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments = parser.parse_args()
     out, steps, more = arguments.out, arguments.steps, arguments.more
     run("task=tokenizer", f"task.vocab_size={VOCAB_SIZE}", *data(out), "name=tokenizer", f"task.folder={out}/tokenizer")
-    grids = [(int(bits), int(group)) for bits, group in (grid.split(":") for grid in arguments.grids)]
-    print("| seed | bits, weights a scale | way | perplexity | ratio to the model | 95 % over documents |")
+    grids = [
+        (int(bits), int(group), inputs)
+        for inputs in arguments.inputs
+        for bits, group in (grid.split(":") for grid in arguments.grids)
+    ]
+    print("| seed | bits, weights a scale, inputs | way | perplexity | ratio to the model | 95 % over documents |")
     print("|---|---|---|---|---|---|")
     for seed in arguments.seeds:
         base = out / str(train(out, SIZE, rate=RATE, steps=steps, seed=seed)["name"])
@@ -66,7 +73,7 @@ def main() -> None:
         row(seed, "float", "the model", whole, whole)
         row(seed, "float", f"{more} steps of LoRA", score(tuned), whole)
         for grid in grids:
-            shown = f"{grid[0]}, {grid[1] or 'a row'}"
+            shown = f"{grid[0]}, {grid[1] or 'a row'}, {'8 bits' if grid[2] == 8 else 'as they are'}"
             row(seed, shown, "rounded", score(base / "model", grid=grid), whole)
             row(seed, shown, f"{more} steps of LoRA, then rounded", score(tuned, grid=grid), whole)
             result = continued(out, base, kind="lr_qat", grid=grid, rate=best["lr_qat"], steps=more, seed=seed)
@@ -74,12 +81,17 @@ def main() -> None:
 
 
 def continued(
-    out: Path, base: Path, *, kind: str, grid: tuple[int, int] | None, rate: float, steps: int, seed: int
+    out: Path, base: Path, *, kind: str, grid: tuple[int, int, int] | None, rate: float, steps: int, seed: int
 ) -> dict[str, Any]:
     """Train adapters on a model; return result.json."""
-    bits, group = grid or (4, 0)
-    rounded = [f"model.linear_bits={bits}", f"model.linear_group={group}"]
-    name = f"{base.name}-{kind}-{rate:g}-{steps}" + (f"-{bits}-{group}" if kind == "lr_qat" else "")
+    bits, group, inputs = grid or (4, 0, 16)
+    activations = "int8" if inputs == 8 else "as_they_are"
+    rounded = [
+        f"model.linear_bits={bits}",
+        f"model.linear_group={group}",
+        f"model.linear_activations={activations}",
+    ]
+    name = f"{base.name}-{kind}-{rate:g}-{steps}" + (f"-{bits}-{group}-{inputs}" if kind == "lr_qat" else "")
     file = out / name / "result.json"
     if not file.exists():
         run(
@@ -118,20 +130,25 @@ def exported(out: Path, result: dict[str, Any], form: str) -> Path:
 
 
 @torch.no_grad()
-def score(folder: Path, *, grid: tuple[int, int] | None = None) -> Sums:
+def score(folder: Path, *, grid: tuple[int, int, int] | None = None) -> Sums:
     """Return the sums of every test document under the model in a folder, in float32, its layers rounded to a grid.
 
     A document is scored in rows of the training's length.
     """
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if settings else {}
+    # Decoded at once where that leaves nothing out.
+    decode = settings and not rounds_inputs(settings)
+    options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if decode else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **options).eval()
     if grid is not None:
-        made = Grid(*grid, EXPONENT)
+        bits, group, inputs = grid
+        made = Grid(bits, group, EXPONENT)
         for name, part in model.named_modules():
             if isinstance(part, torch.nn.Linear) and is_target(name, ALL_LINEAR):
                 scales = made.scales(part.weight)
                 part.weight.copy_(made.decode(made.codes(part.weight, scales), scales))
+                if inputs == 8:
+                    part.register_forward_pre_hook(lambda _, given: (rounded_tokens(given[0]),))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     nats, tokens = [], []
     for text in split_texts(FILE)[1]:

@@ -14,6 +14,7 @@ from tests.training.tiny import random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.export.calibrated import GridForm
 from tpu_experiments.export.card import Card, page
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.export.quantised import Int8Layout, NF4Layout, write_quantised
@@ -21,6 +22,7 @@ from tpu_experiments.export.weights import whole_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights
 from tpu_experiments.models.quantised import Format
+from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.tasks.export.readers import TransformersModel
 
 pytestmark = [
@@ -120,6 +122,25 @@ def test_the_lines_of_its_card_load_it(make_config, tmp_path, tokenizer, form):
     assert held is None or held.quant_state.quant_type == "nf4"
     assert scope["model"].dtype == torch.float32
     assert scope["tokenizer"].decode(scope["tokenizer"]("Bine")["input_ids"]) == "Bine"
+
+
+class Rounded(GridForm):
+    def encode(self, name, weight_NK):
+        parts, _ = super().encode(weight_NK, None, seed=0)
+        return {f"{name}{end}": part for end, part in parts.items()}
+
+
+def test_the_lines_of_a_card_load_integers_of_any_bits(make_config, tmp_path, tokenizer):
+    """compressed-tensors takes 2, 3 and 5 bits for plain int8 tensors where a group does not name the layout."""
+    whole = merged(make_config, "qwen05b")
+    layout = Rounded(Grid(3, 32), form="rtn", feedback=False)
+    write_quantised(str(tmp_path), layout, model=whole, dtype=torch.float32, tokenizer=tokenizer)
+    scope = scope_of(page(Card("rtn", "ro", base="org/base"), place=str(tmp_path), comparison="# Parity"))
+    ids = list(range(5, 25))
+    with torch.no_grad():
+        log_probs = scope["model"](torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = TransformersModel(str(tmp_path), dtype=torch.float32).log_probs(ids)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
 
 
 def test_the_lines_of_an_adapter_over_nf4_load_its_base_so(make_config, tmp_path, tokenizer):

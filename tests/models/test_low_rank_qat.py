@@ -2,28 +2,42 @@
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.calibrated import GridForm, TrainedGrid
+from tpu_experiments.export.quantised import write_quantised
 from tpu_experiments.export.weights import Effect, whole_model
 from tpu_experiments.models.build import describe
 from tpu_experiments.models.forward import logits_of
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import RoundedLinear
-from tpu_experiments.models.low_rank_qat import EXPONENT, decoded, fixed_point, fold, rounded_product, rounded_tokens
+from tpu_experiments.models.low_rank_qat import (
+    EXPONENT,
+    decoded,
+    fixed_point,
+    fold,
+    input_settings,
+    rounded_product,
+    rounded_tokens,
+)
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.quantisation.grid import Grid, over_columns
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import LEARNT_SCALE, is_learnt_scale, unstacked
+from tpu_experiments.tasks.export.readers import TransformersModel
 
 pytestmark = [
     pytest.mark.xla,
@@ -113,14 +127,14 @@ def test_tokens_are_rounded_as_compressed_tensors_does() -> None:
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
-    x = drawn(6, COLUMNS) * torch.tensor([[1.0], [30.0], [0.01], [1.0], [1.0], [0.0]])
+    x = drawn(600, COLUMNS) * torch.tensor([1.0, 30.0, 0.01, 1.0, 1.0, 0.0]).repeat(100)[:, None]
     x[3], x[4] = x[3].abs(), -x[4].abs()
-    how = QuantizationArgs(num_bits=8, type="int", symmetric=False, strategy="token", dynamic=True)
+    how = QuantizationArgs(**input_settings(ModelConfig(name="x", linear="lr_qat", linear_activations="int8")))
     step, zero = compute_dynamic_scales_and_zp(x[None], how, nn.Identity())
     leaf = x.clone().requires_grad_()
     ours = rounded_tokens(leaf)
     theirs = fake_quantize(x[None], step, zero, how)[0]
-    torch.testing.assert_close(ours.detach(), theirs, rtol=1e-6, atol=1e-7)
+    assert torch.equal(ours.detach(), theirs)
     assert not torch.equal(ours[:5], x[:5])
     assert torch.equal(torch.autograd.grad(ours.sum(), leaf)[0], torch.ones_like(x))
 
@@ -178,6 +192,34 @@ def test_folded_it_computes_the_bits_of_training(trained: Run) -> None:
         wide = (part.out_features, part.in_features)
         facts = [{key: (t.shape, t.dtype) for key, t in kind.items()} for kind in (parts, layout.shapes(name, wide))]
         assert facts[0] == facts[1]
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_transformers_computes_with_the_integers_and_rounds_their_inputs(trained: Run, tmp_path: Path) -> None:
+    """As the lines of a card load the files, which decode at the first product and need no word on the inputs."""
+    config: Any = trained.config  # type: ignore[attr-defined]
+    source = HuggingFaceModel(config.model, seed=config.seed)
+    whole = whole_model(source, lora=config.lora, trained=trained.parameters)
+    scales = {name: trained.parameters[name.removesuffix("weight") + LEARNT_SCALE] for name in whole.linears}
+    layout = TrainedGrid(Grid(4, 32), scales=scales, inputs=input_settings(config.model))
+    tokenizer = load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None)
+    write_quantised(str(tmp_path), layout, model=whole, dtype=torch.float32, tokenizer=tokenizer)
+    frozen = build_frozen(source, lora=config.lora, trained=trained.parameters, place=trained.runtime.place)
+    ids = torch.arange(5, 45)[None]
+    batch = {"ids": ids.int(), "positions": torch.arange(40).int()[None], "segments": torch.ones_like(ids).int()}
+    with torch.no_grad():
+        ours = logits_of(frozen.eval(), {}, batch)[0].log_softmax(-1)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        theirs = read(ids).logits[0].log_softmax(-1)
+        whole_inputs = CompressedTensorsConfig(dequantize=True)
+        other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=whole_inputs)
+        unrounded = other(ids).logits[0].log_softmax(-1)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    assert float((unrounded - ours).abs().max()) > 1e-3, "the inputs are rounded"
+    compared = TransformersModel(str(tmp_path), dtype=torch.float32).log_probs(ids[0].tolist())
+    torch.testing.assert_close(compared, ours, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"its layers round their inputs to 8 bits; .* task\.run="):
+        _ = HuggingFaceModel(ModelConfig(name="x", path=str(tmp_path), dtype="float32"), seed=0).config
 
 
 @pytest.mark.parametrize(

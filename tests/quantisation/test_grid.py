@@ -89,15 +89,17 @@ def test_packed_integers_come_back(bits):
     assert torch.equal(unpacked_bytes(packed, bits=bits, shape=(7, 13)), values)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 32), (4, 96), (8, 16)])
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 32), (4, 96), (8, 16), (4, 0), (3, 0)])
 def test_what_is_written_decodes_to_what_was_computed(bits, group):
     weight, _ = correlated_layer(96)
     form = GridForm(Grid(bits, group), form="rtn", feedback=False)
     parts, decoded = form.encode(weight, None, seed=0)
     layout = layout_of(form.config(["lm_head"]))
-    assert layout == Integers(bits, group)
+    assert layout == Integers(bits, group or None)
     assert torch.equal(layout.decode(parts), decoded)
-    assert {end: (tuple(t.shape), t.dtype) for end, t in parts.items()} == layout.sizes((96, 96))
+    sizes = {f"w{end}": (tuple(t.shape), t.dtype) for end, t in parts.items()}
+    assert sizes == {f"w{end}": size for end, size in layout.sizes((96, 96)).items()}
+    assert sizes == {name: (tuple(t.shape), t.dtype) for name, t in form.shapes("w", (96, 96)).items()}
 
 
 def test_a_row_may_have_one_scale():
@@ -124,4 +126,6 @@ def test_other_settings_are_not_taken_for_these(change):
     settings = GridForm(Grid(4, 16), form="rtn", feedback=False).config([])
     settings["config_groups"]["group_0"]["weights"] |= change
     assert layout_of(settings) is None
+    rounding = GridForm(Grid(4, 16), form="lr_qat", feedback=False, inputs={"num_bits": 8}).config([])
+    assert layout_of(rounding) is None
     assert layout_of({"quant_method": "gptq", "bits": 4}) is None

@@ -15,6 +15,7 @@ WORDS = (
     "experiment=lr_qat",
     "debug=smoke",
     "model.linear_group=32",
+    "model.linear_activations=int8",
     "lora.alpha=32",
     "optim.lr=1e-2",
     "trainer.log_every_steps=2",
@@ -43,6 +44,7 @@ def test_its_integers_are_read_by_transformers(folder: Path) -> None:
     assert parity["max_log_prob_diff"] < 1e-5
     how = json.loads((place / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert (how["weights"]["num_bits"], how["weights"]["group_size"]) == (4, 32)
+    assert (how["input_activations"]["strategy"], how["format"]) == ("token", "pack-quantized")
     tensors = tensors_in(bytearray((place / "model.safetensors").read_bytes()))
     packed = tensors["model.layers.0.mlp.up_proj.weight_packed"]
     assert (packed.dtype, tuple(packed.shape)) == (torch.int32, (128, 64 // 8))

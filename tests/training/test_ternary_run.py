@@ -48,6 +48,15 @@ def test_packed_weights_are_read_by_transformers(folder: Path) -> None:
     assert size["bitnet"] < size["merged"]
 
 
+def test_it_is_evaluated_and_writes(folder: Path) -> None:
+    words = (f"task.run={folder}", "hw.runtime=eager", f"output_dir={folder.parent}")
+    for task in (["task=evaluate"], ["task=generate", "task.prompt=Salut", "task.max_new_tokens=4"]):
+        done = forks.run(["run.py", *task, *words], env=SAME_SUMS)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (source,) = json.loads((folder / "test_results.json").read_text())["sources"].values()
+    assert 0 < source["trained"]["bits_per_byte"]["value"] < 10
+
+
 def test_it_resumes_exactly(tmp_path: Path) -> None:
     done = forks.run(["run.py", *WORDS, "task=resume_check", f"output_dir={tmp_path}"], env=SAME_SUMS)
     assert done.returncode == 0, done.stdout + done.stderr

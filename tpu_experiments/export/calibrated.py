@@ -26,10 +26,19 @@ class GridForm:
     Args:
         feedback: whether later columns make good the error of earlier ones, which takes calibration rows.
         key: setting that the groups are from.
+        inputs: how the layers round their inputs, as compressed-tensors writes it; None where they do not.
     """
 
-    def __init__(self, grid: Grid, *, form: str, feedback: bool, key: str = "task.group") -> None:
-        self.grid, self.form, self.needs_inputs = grid, form, feedback
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        form: str,
+        feedback: bool,
+        key: str = "task.group",
+        inputs: dict[str, Any] | None = None,
+    ) -> None:
+        self.grid, self.form, self.needs_inputs, self.inputs = grid, form, feedback, inputs
         self.needs = f"of a width that {key}={grid.group} divides" if grid.group else "with a scale for each row"
 
     def holds(self, shape: tuple[int, int]) -> bool:
@@ -56,13 +65,13 @@ class GridForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
-        sizes = grid_sizes(self.grid.bits, self.grid.group, shape)
+        sizes = grid_sizes(self.grid.bits, self.grid.columns_of(shape[1]), shape)
         return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
         grouping = {"strategy": "group", "group_size": self.grid.group} if self.grid.group else {"strategy": "channel"}
-        return pack_quantized(kept, num_bits=self.grid.bits, **grouping)
+        return pack_quantized(kept, inputs=self.inputs, num_bits=self.grid.bits, **grouping)
 
 
 class TrainedGrid:
@@ -70,13 +79,14 @@ class TrainedGrid:
 
     Args:
         scales: trained scales (N, G) by the name of the weight.
+        inputs: how the layers round their inputs, as compressed-tensors writes it; None where they do not.
     """
 
     form = "lr_qat"
 
-    def __init__(self, grid: Grid, *, scales: Mapping[str, Tensor]) -> None:
+    def __init__(self, grid: Grid, *, scales: Mapping[str, Tensor], inputs: dict[str, Any] | None = None) -> None:
         self.grid, self.scales = grid, scales
-        self._stored = GridForm(grid, form=self.form, feedback=False, key="model.linear_group")
+        self._stored = GridForm(grid, form=self.form, feedback=False, key="model.linear_group", inputs=inputs)
         self.needs, self.holds, self.bits = self._stored.needs, self._stored.holds, self._stored.bits
         self.shapes, self.config = self._stored.shapes, self._stored.config
 

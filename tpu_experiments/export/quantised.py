@@ -27,8 +27,8 @@ from tpu_experiments.runtime.dynamic_type import SIGNED
 HEAD = "lm_head"
 PACKED = 4
 """Codes of 8 bits in an int32, and codes of 2 bits in a byte."""
-COMPRESSED_TENSORS = "0.15.0.1"
-"""Version of compressed-tensors whose layout is written."""
+COMPRESSED_TENSORS, PACK_QUANTIZED = "0.15.0.1", "pack-quantized"
+"""Version of compressed-tensors whose layout is written, and the layout."""
 MAX_STATE_BYTES = 256
 """More than bitsandbytes' text of one weight's settings ever has."""
 Shapes = Mapping[str, Tensor]
@@ -77,18 +77,26 @@ class Quantised:
     """Why they do; empty where there are none."""
 
 
-def pack_quantized(kept: list[str], **weights: Any) -> dict[str, Any]:
+def pack_quantized(kept: list[str], *, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     """Return the settings of symmetric integers in words of 32 bits as compressed-tensors writes them.
 
     Args:
         kept: names of the modules that are not quantised.
+        inputs: how the quantised modules round their inputs.
         weights: bits and grouping of the integers, by its names.
     """
     weights = {"type": "int", "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        # Without it compressed-tensors 0.15 expects plain int8 tensors beside rounded inputs, and with 2, 3 and 5 bits.
+        "format": PACK_QUANTIZED,
+    }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": PACK_QUANTIZED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": kept,

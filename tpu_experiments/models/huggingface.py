@@ -49,7 +49,7 @@ from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerF
 from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
 from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
-from tpu_experiments.quantisation.parts import PartsLayout, layout_of
+from tpu_experiments.quantisation.parts import PartsLayout, layout_of, rounds_inputs
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
@@ -242,6 +242,11 @@ class HuggingFaceModel:
         if self.model.linear != "plain":
             return
         settings = getattr(config, "quantization_config", None)
+        if isinstance(settings, Mapping) and rounds_inputs(settings):
+            raise ConfigError(
+                f"model.path={self.model.path}; its layers round their inputs to 8 bits; here only the run that was "
+                "trained so computes them: name it with task.run=, or write its form merged and name that."
+            )
         self.packing = layout_of(settings) if isinstance(settings, Mapping) else None
         if self.packing is None:
             return

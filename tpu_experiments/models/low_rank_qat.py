@@ -24,8 +24,8 @@ EXPONENT = 4.0
 """Power of the error in the search for s0, of the authors' runs (`LP_p4`)."""
 CHUNK = 2**22
 """Weights that are searched for their scales at once: bounds the memory for it to 100 MB."""
-LARGEST = 255
-"""Largest code of an input of 8 bits."""
+LEAST_CODE, GREATEST_CODE = -128, 127
+"""Codes of an input of 8 bits."""
 SMALLEST_STEP = 1e-8
 """Lower bound of the step between two codes of an input, for tokens of zeros."""
 
@@ -147,10 +147,18 @@ class _Product(Function):
         return of_x, None, of_a, of_b, of_scales_NG, None, None, None
 
 
+def input_settings(model: ModelConfig) -> dict[str, Any] | None:
+    """Return how adapted layers round their inputs, in compressed-tensors' words; None where they do not."""
+    if model.linear != "lr_qat" or model.linear_activations != "int8":
+        return None
+    return {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
+
+
 def rounded_tokens(x: Tensor) -> Tensor:
     """Round each token's features (..., K) to 8 bits between its least and its greatest value, and zero.
 
-    The gradient is that of the identity. Step and zero point are compressed-tensors' of dynamic asymmetric integers.
+    The gradient is that of the identity. Codes are compressed-tensors' of dynamic asymmetric integers, bit for bit in
+    float32 on a CPU (`input_settings`).
     """
     rounded: Tensor = _RoundedTokens.apply(x)
     return rounded
@@ -161,9 +169,9 @@ class _RoundedTokens(Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         values = x.to(torch.float32)
         least, most = values.amin(-1, keepdim=True).clamp(max=0.0), values.amax(-1, keepdim=True).clamp(min=0.0)
-        step = ((most - least) / LARGEST).clamp(min=SMALLEST_STEP)
-        zero = torch.round(-least / step)
-        codes = (torch.round(values / step) + zero).clamp(0, LARGEST)
+        step = ((most - least) / (GREATEST_CODE - LEAST_CODE)).clamp(min=SMALLEST_STEP)
+        zero = torch.round((LEAST_CODE - least / step).clamp(LEAST_CODE, GREATEST_CODE))
+        codes = torch.round((values / step + zero).clamp(LEAST_CODE, GREATEST_CODE))
         return ((codes - zero) * step).to(x.dtype)
 
     @staticmethod

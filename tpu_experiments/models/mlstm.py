@@ -59,7 +59,7 @@ def over_rows(cell: Cell, segments_BT: Tensor, *, eps: float, chunk_tokens: int 
     Args:
         segments_BT: numbers of documents, one after another; padding, 0, is a document of its own.
         eps: added to the denominator.
-        chunk_tokens: L; None is that of config/recurrence.py, the parallel form up to 2,048 tokens.
+        chunk_tokens: L; None is that of config/recurrence.py, the parallel form up to 512 tokens.
     """
     num_tokens = segments_BT.shape[1]
     chunks = _Chunks.of(cell, segments_BT, size=chunk_tokens or chunk_of(num_tokens))

@@ -62,6 +62,14 @@ class CodebookVectors:
 PartsLayout = Integers | CodebookVectors
 
 
+def rounds_inputs(settings: Mapping[str, Any]) -> bool:
+    """Return whether `quantization_config` of config.json has layers round what they are given."""
+    groups = settings.get("config_groups")
+    return isinstance(groups, Mapping) and any(
+        isinstance(group, Mapping) and bool(group.get("input_activations")) for group in groups.values()
+    )
+
+
 def layout_of(settings: Mapping[str, Any]) -> PartsLayout | None:
     """Return the layout that `quantization_config` of config.json names; None for one that is not decoded here."""
     try:
@@ -76,7 +84,7 @@ def layout_of(settings: Mapping[str, Any]) -> PartsLayout | None:
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     is_plain = weights.get("type") == "int" and weights.get("symmetric") is True and not weights.get("dynamic")
-    if not is_plain or group.get("input_activations") or not 2 <= bits <= 8:
+    if not is_plain or rounds_inputs(settings) or not 2 <= bits <= 8:
         return None
     if weights.get("strategy") == "channel":
         return Integers(bits, None)

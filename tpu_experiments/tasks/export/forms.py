@@ -18,7 +18,7 @@ from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, 
 from tpu_experiments.export.peft import without_start, write_adapter
 from tpu_experiments.export.quantised import Int8Layout, Layout, NF4Layout, Quantised, TernaryLayout, write_quantised
 from tpu_experiments.export.weights import Effect
-from tpu_experiments.models.low_rank_qat import grid_of
+from tpu_experiments.models.low_rank_qat import grid_of, input_settings
 from tpu_experiments.runtime.stacked import LEARNT_SCALE
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
@@ -101,7 +101,13 @@ def write_merged(folder: str, subject: Subject) -> Written:
     # A rounding that falls to the other side moves a log-probability by more than the order of a sum does.
     is_exact = dtype == torch.float32 and subject.source.model.linear == "plain"
     copy = Copy("merged", lambda folder, dtype: TransformersModel(folder, dtype=dtype), is_exact=is_exact)
-    return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()})
+    notes = []
+    if input_settings(subject.source.model) is not None:
+        notes.append(
+            "In training the inputs of the adapted weights were rounded to 8 bits. These files cannot say so, and what "
+            "reads them computes with inputs that are not rounded; those of the form `lr_qat` do."
+        )
+    return Written(digests, [copy], {"dtype": str(dtype).removeprefix("torch."), "merge": effect.facts()}, notes)
 
 
 def write_gguf(folder: str, subject: Subject) -> Written:
@@ -262,7 +268,8 @@ def write_rounded(folder: str, subject: Subject) -> Written:
     grid = grid_of(settings)
     assert grid is not None, "`subject_of` refuses other models"
     names = {name: f"{name.removesuffix('weight')}{LEARNT_SCALE}" for name in subject.model.linears}
-    layout = TrainedGrid(grid, scales={name: origin.trained[own] for name, own in names.items()})
+    scales, inputs = {name: origin.trained[own] for name, own in names.items()}, input_settings(settings)
+    layout = TrainedGrid(grid, scales=scales, inputs=inputs)
     made = write_layout(folder, layout, subject, effect=effect, holds_all=True)
     facts: dict[str, object] = {
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -272,10 +279,11 @@ def write_rounded(folder: str, subject: Subject) -> Written:
         "merge": effect.facts(),
     }
     notes = []
-    if settings.linear_activations == "int8":
+    if inputs is not None:
         notes.append(
-            "In training the inputs of these weights were rounded to 8 bits, each token between its least and its "
-            "greatest feature. The files do not say so: what reads them computes with inputs that are not rounded."
+            "As in training, the inputs of these weights are rounded to 8 bits, each token between its least and its "
+            "greatest feature (`input_activations` in config.json). transformers does so unless it is given "
+            "`dequantize=True`."
         )
     copy = Copy(layout.form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
     return Written(made.digests, [copy], facts, notes)

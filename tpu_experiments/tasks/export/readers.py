@@ -29,6 +29,7 @@ from tpu_experiments.models.forward import logits_of
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.quantisation.parts import rounds_inputs
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.tasks.generate.origin import Origin
 
@@ -135,8 +136,8 @@ class TransformersModel:
         trust = base is not None and base.remote_code == "run"
         config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
         stored = getattr(config, "quantization_config", None) or {}
-        if stored.get("quant_method") == "compressed-tensors":
-            # Decoded when it loads, not at the first product.
+        if stored.get("quant_method") == "compressed-tensors" and not rounds_inputs(stored):
+            # Decoded when it loads, not at the first product; that leaves out the rounding of inputs.
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         if base is not None and base.base == "nf4":
             options["quantization_config"] = BitsAndBytesConfig(
