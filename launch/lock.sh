@@ -11,3 +11,18 @@ bash launch/local.sh uv pip compile pyproject.toml \
     --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
     --custom-compile-command "bash launch/lock.sh" \
     --output-file launch/requirements.lock --quiet "$@"
+
+# The environment of TorchTPU (hw.runtime=torchtpu): the same packages with its torch, for the Pythons that it has wheels for.
+wanted=$(bash launch/local.sh python - <<'PY'
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+others = ("torch==", "torch_xla", "compressed-tensors", "xllamacpp", "gguf")
+packages = [*project["dependencies"], *extras["dev"], *extras["torchtpu"]]
+print("\n".join(package for package in packages if not package.startswith(others)))
+PY
+)
+bash launch/local.sh uv pip compile - --python-version 3.12 --generate-hashes --no-emit-index-url \
+    --custom-compile-command "bash launch/lock.sh" --no-annotate \
+    --output-file launch/requirements-torchtpu.lock --quiet "$@" <<<"$wanted"

@@ -11,6 +11,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tpu_experiments.runtime.patches import TORCHTPU
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(PYPROJECT)["project"]
@@ -30,8 +32,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def wanted() -> list[str]:
-    extras = PROJECT["optional-dependencies"].values()
-    return [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+    """Of the environment of torch_xla; that of TorchTPU has a lock of its own."""
+    extras = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "torchtpu"}
+    return [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
 
 
 def lock_entries() -> list[str]:
@@ -65,6 +68,17 @@ def test_the_lock_has_each_dependency_at_a_version_that_fits(line: str, python: 
     (pin,) = entries[0].specifier
     assert pin.operator == "=="
     assert requirement.specifier.contains(pin.version, prereleases=True)
+
+
+def test_the_other_lock_has_torchtpu_and_no_torch_xla() -> None:
+    lock = (ROOT / "launch" / "requirements-torchtpu.lock").read_text()
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, flags=re.MULTILINE))
+    assert pins["torch-tpu"] == TORCHTPU["torch_tpu"]
+    assert {name: pins[name] for name in ("torch", "jax", "libtpu")} == {
+        name: TORCHTPU[name] for name in ("torch", "jax", "libtpu")
+    }
+    assert "torch-xla" not in pins
+    assert "://" not in lock
 
 
 def test_each_locked_package_is_pinned_with_hashes() -> None:

@@ -51,6 +51,11 @@ class Compiled:
     versions: dict[str, str]
     folder: Path
 
+    @property
+    def libtpu(self) -> str:
+        """Version of the compiler."""
+        return self.versions.get("libtpu", "unknown")
+
     def optimized_hlo(self) -> str:
         """Return the TPU's program as text."""
         return (self.folder / OPTIMIZED).read_text()
@@ -208,7 +213,7 @@ def planned(
     tokens = program.num_adapters * math.prod(program.shape) // program.num_partitions
     work, notes = step_work(cost, model_flops=flops.model * tokens if flops else 0.0, tokens=tokens)
     assert hw.chip is not None
-    time = step_time(work, chip=hw.chip, topology=hw.topology, calibration=calibration_of(hw))
+    time = step_time(work, chip=hw.chip, topology=hw.topology, calibration=calibration_of(hw, libtpu=compiled.libtpu))
     by_part = seconds_by_part(cost.cycles_by_part, time=time, chip=hw.chip) if widths else {}
     return Planned(
         program.name, program.shape, compiled, memory, flops, cost.cycles_by_class, work, time, by_part, notes

@@ -10,10 +10,13 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import ChipConfig, HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.hlo.text import Kernel, Transfer
+from tpu_experiments.runtime.patches import WRITTEN_FOR
 
 # With Pallas attention at this share of peak, two published MaxText steps on v6e-8 take 1.02 and 0.98 of their
 # estimates; the share was chosen to fit them.
 KERNEL_SHARE_OF_PEAK = 0.40
+CALIBRATED = WRITTEN_FOR["libtpu"]
+"""Version of libtpu whose estimates the calibrations of conf/hw are factors of."""
 # Time of one hop between neighbours (jax-ml.github.io/scaling-book, "All About TPUs": about 1 microsecond).
 HOP_SECONDS = 1e-6
 ICI_PORTS = 4
@@ -34,9 +37,18 @@ class Calibration:
     kernel_share_of_peak: float = KERNEL_SHARE_OF_PEAK
 
 
-def calibration_of(hw: HwConfig) -> Calibration:
-    """Return `hw.calibration`, or one without effect."""
+def calibration_of(hw: HwConfig, *, libtpu: str) -> Calibration:
+    """Return `hw.calibration`, or one without effect.
+
+    Args:
+        libtpu: version of the compiler; measurements are held against one version's estimates.
+    """
     given = hw.calibration
+    if libtpu != CALIBRATED:
+        share = KERNEL_SHARE_OF_PEAK if given is None else given.kernel_share_of_peak
+        return Calibration(
+            1.0, f"none for libtpu {libtpu}; that of libtpu {CALIBRATED} does not hold for it", None, share
+        )
     if given is None:
         return Calibration()
     return Calibration(given.factor, given.source, given.relative_error, given.kernel_share_of_peak)

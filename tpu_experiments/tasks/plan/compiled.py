@@ -98,7 +98,7 @@ def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
         memory=largest.memory,
         largest_program=largest.name,
         flops=train.flops,
-        calibration=calibration_of(run.config.hw),
+        calibration=calibration_of(run.config.hw, libtpu=train.compiled.libtpu),
         programs=tuple(run_programs(run, programs)),
         work=train.work,
         cycles_by_class=train.cycles_by_class,
