@@ -182,6 +182,14 @@ CASES = {
     ),
     "xla on cuda": (["hw.device=cuda"], ["hw.runtime=xla with hw.device=cuda; ", "use hw.runtime=eager"]),
     "eager on a TPU": (["hw=v5e8", "hw.runtime=eager", "hw.parallel=spawn"], ["hw.device=tpu; plain torch cannot"]),
+    "TorchTPU on eight chips": (
+        ["task=plan", "hw=v6e8", "hw.runtime=torchtpu"],
+        ["hw.num_devices=8; programs are lowered for one"],
+    ),
+    "training by TorchTPU": (
+        ["hw=v6e1", "hw.runtime=torchtpu"],
+        ["hw.runtime=torchtpu with task=train; nothing has run"],
+    ),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),
     "blocks of 200 tokens": (["hw.attention_block=200"], ["hw.attention_block=200; ", "use 128 or 256"]),

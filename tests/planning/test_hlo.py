@@ -9,6 +9,7 @@ import pytest
 from tests.planning.hlo_programs import computation, cost, counting_loop, module, text
 from tpu_experiments.planning.compiled import step_work
 from tpu_experiments.planning.hlo.program import CLASSES, read_program
+from tpu_experiments.planning.hlo.text import read_module
 
 
 def cycles_by_computation(hlo: str) -> dict[str, int]:
@@ -158,3 +159,11 @@ def test_a_loop_whose_count_is_unknown_is_an_error_that_names_it() -> None:
 def test_what_is_no_program_is_an_error(bad: str) -> None:
     with pytest.raises(ValueError, match="no ENTRY computation"):
         read_program(bad)
+
+
+def test_a_computation_of_the_sparse_core_ends_where_it_does() -> None:
+    """libtpu 0.0.52 names the core behind the closing brace."""
+    hlo = text("gather_chain.hlo")
+    named = hlo.replace("\n}\n", '\n}, execution_thread="sparsecore"\n', 2)
+    assert named != hlo
+    assert read_module(named).computations.keys() == read_module(hlo).computations.keys()

@@ -59,6 +59,11 @@ def hardware_problems(config: Config) -> list[str]:
             f"hw.runtime=torchtpu with hw.device={hw.device} hw.num_devices={hw.num_devices}; programs are lowered for "
             "one TPU chip so far; use hw=v6e1 or hw=v5e1, or hw.runtime=xla."
         )
+    if hw.runtime == "torchtpu" and config.task.name != "plan":
+        problems.append(
+            f"hw.runtime=torchtpu with task={config.task.name}; nothing has run on a TPU by TorchTPU yet, and only "
+            "task=plan uses it; use hw.runtime=xla."
+        )
     if hw.runtime == "eager" and hw.parallel == "spmd":
         problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
     if hw.parallel == "inline" and hw.num_devices != 1:

@@ -245,8 +245,8 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         is_reverse = any(node.meta.get("custom", {}).get(REVERSED) for node in body.graph.nodes)
         directions = tpu_torch_compile.ScanDirection
         slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in xs]
-        results = body.graph.output_node().args[0]
-        ys: list[Any] = [node.meta["val"] for node in results[len(carry) :]]  # type: ignore[union-attr]
+        results: Any = body.graph.output_node().args[0]
+        ys = [node.meta["val"] for node in results[len(carry) :]]
         return tpu_torch_compile.create_scan_op(
             inits=list(carry),
             inputs=[*xs, *others],
