@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the Hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # else torch looks for chips where torch_tpu is installed
 os.environ.setdefault(
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
 )  # read when gcsfs is imported, as storage/paths.py sees to

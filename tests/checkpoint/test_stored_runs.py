@@ -1,16 +1,19 @@
-"""Run folders that an earlier version of this program wrote go on, to the bytes that it ended with.
+"""Run folders that an earlier version of this program wrote go on, to the weights that it ended with.
 
 tests/golden/runs holds two runs of eight steps as they were after four, an adapter and a whole model, and their
-prepared data. They were written on 2026-11-24, before the packages io and logging became storage and loggers. A version
+prepared data. They were written on 2026-11-24, before the packages io and logging became storage and loggers. A
+processor of another make sums in another order, so the weights are not compared byte by byte but by two sums over them,
+to 1e-4; a step changes those by 2e-3 or more (and ends in other bytes on an AMD processor than on an Intel). A version
 that cannot read them has to say so in a sentence, and gets runs of its own beside these.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests import forks
 
@@ -40,19 +43,19 @@ KINDS = {
     "adapter": (
         ("lora.r=2", "lora.targets=[q_proj,v_proj]"),
         "adapter/adapter_model.safetensors",
-        "1a11c898c545fe02c719662f87884ec8e29470c7b186b97ca52230da78205802",
+        (23.98405842932698, 49.83392055685135),
     ),
     "model": (
         ("lora=none",),
         "model/model.safetensors",
-        "e647477fd592e716aff2a2ec743e37ea948e12b620ab1cb332901f88866a53d3",
+        (2878.492068922389, 3799.516173472674),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stored_run_resumes_to_the_bytes_it_ended_with(kind: str, tmp_path: Path) -> None:
-    words, exported, sha256 = KINDS[kind]
+def test_a_stored_run_resumes_to_the_weights_it_ended_with(kind: str, tmp_path: Path) -> None:
+    words, exported, sums = KINDS[kind]
     shutil.copytree(RUNS / kind, tmp_path / kind)
     shutil.copytree(RUNS / "prepared", tmp_path / "prepared")
     command = ["run.py", *COMMAND, *words, f"name={kind}", f"output_dir={tmp_path}"]
@@ -63,4 +66,11 @@ def test_a_stored_run_resumes_to_the_bytes_it_ended_with(kind: str, tmp_path: Pa
     assert result["status"] == "finished"
     names = {place.name for place in (RUNS / "prepared").iterdir()}
     assert {place.name for place in (tmp_path / "prepared").iterdir()} == names, "the prepared data was not read"
-    assert hashlib.sha256((tmp_path / kind / exported).read_bytes()).hexdigest() == sha256
+    assert sums_of(tmp_path / kind / exported) == pytest.approx(sums, rel=1e-4)
+
+
+def sums_of(file: Path) -> tuple[float, float]:
+    """Sum of the absolute weights, and with the place of each as a factor."""
+    sizes = [tensor.double().abs().flatten() for _, tensor in sorted(load_file(file).items())]
+    places = [torch.arange(1, len(size) + 1) / len(size) * number for number, size in enumerate(sizes, start=1)]
+    return float(sum(s.sum() for s in sizes)), float(sum((s * p).sum() for s, p in zip(sizes, places, strict=True)))

@@ -21,7 +21,8 @@ from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.tpu.tracing import TracingRuntime
 from tpu_experiments.tasks.plan import programs
 
-pytestmark = pytest.mark.torchtpu
+# torch_tpu warns that its names are experimental, and of a memory allocator that is not loaded.
+pytestmark = [pytest.mark.torchtpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 STEPS, LEARNING_RATE = 5, 1e-3
 
 
