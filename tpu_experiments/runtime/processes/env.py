@@ -25,6 +25,7 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
     """
     if is_planned:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
+        os.environ.update(of_torchtpu() if hw.runtime == "torchtpu" else {})
         return
     if hw.device == "tpu":
         require_device(hw)
@@ -80,15 +81,21 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["PJRT_DEVICE"] = hw.device.upper()
     if hw.runtime == "xla" and hw.device == "cpu":
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
-    if hw.runtime != "xla":
+    if hw.runtime == "eager":
         values["USE_TORCH_XLA"] = "0"  # else transformers imports it, which takes seconds, and uses nothing of it
-    if hw.runtime == "torchtpu":
-        values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else importing torch looks for chips
-        values["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else a line for every operator that a program makes without a chip
     if hw.libtpu_flags:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
     return values | hw.env
+
+
+def of_torchtpu() -> dict[str, str]:
+    """Return the variables of a plan by TorchTPU on a machine without a TPU."""
+    return {
+        "USE_TORCH_XLA": "0",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # else importing torch asks a metadata server for minutes
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a line for every operator that a program makes without a chip
+    }
 
 
 def compile_cache_folder(config: Config, *, process: int) -> str | None:
