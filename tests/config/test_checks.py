@@ -186,6 +186,10 @@ CASES = {
         ["task=plan", "hw=v6e8", "hw.runtime=torchtpu"],
         ["hw.num_devices=8; programs are lowered for one"],
     ),
+    "offloading by TorchTPU": (
+        ["task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.remat=offload"],
+        ["model.remat=offload with hw.runtime=torchtpu; "],
+    ),
     "training by TorchTPU": (
         ["hw=v6e1", "hw.runtime=torchtpu"],
         ["hw.runtime=torchtpu with task=train; nothing has run"],

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.config.composing import composed
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.ops import Folding, Loop, python_loop
 
 if find_spec("torch_tpu") is None:
     pytest.skip("needs torch_tpu, in an environment of its own (launch/README.md)", allow_module_level=True)
 
 from tpu_experiments.runtime.lowered import Lowered
-from tpu_experiments.runtime.tpu.tracing import TracingRuntime
+from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of
 from tpu_experiments.tasks.plan import programs
 
 # torch_tpu warns that its names are experimental, and of a memory allocator that is not loaded.
@@ -134,3 +137,10 @@ def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None
             values[name] = theirs
         losses = [t for t in found[len(renewed) :] if t.ndim == 0]
         assert any(torch.isclose(loss, report.loss.detach(), rtol=1e-5) for loss in losses)
+
+
+def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:
+    x, weight = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((8, 16), (4, 16)))
+    graph = make_fx(lambda tensors: int8_product(*tensors, 1))([x, weight])
+    with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; the program calls tpu_experiments\.int8_product"):
+        as_function_of(graph, [("x", x), ("weight", weight)])

@@ -64,6 +64,11 @@ def hardware_problems(config: Config) -> list[str]:
             f"hw.runtime=torchtpu with task={config.task.name}; nothing has run on a TPU by TorchTPU yet, and only "
             "task=plan uses it; use hw.runtime=xla."
         )
+    if hw.runtime == "torchtpu" and config.model.remat == "offload":
+        problems.append(
+            "model.remat=offload with hw.runtime=torchtpu; the transfers to host memory are not lowered by it yet, and "
+            "the plan would count what is offloaded; use model.remat=layer_inputs, or hw.runtime=xla."
+        )
     if hw.runtime == "eager" and hw.parallel == "spmd":
         problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
     if hw.parallel == "inline" and hw.num_devices != 1:

@@ -1,11 +1,15 @@
 """A program of a run before it is compiled: what a backend's tracing gives, and the plan reads."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
+from tpu_experiments.runtime.base import Counters, Held, Program
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 
 BATCH = "batch/"
@@ -51,6 +55,51 @@ class Lowered:
     def num_partitions(self) -> int:
         """Number of chips of the mesh."""
         return self.mesh.num_devices
+
+
+class DevicelessRuntime:
+    """What the `Runtime`s have in common whose programs are lowered instead of run.
+
+    A backend adds what makes a placeholder, and `lower`.
+    """
+
+    def __init__(self) -> None:
+        self.placed: list[tuple[str, Tensor]] = []
+
+    def placeholder(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this shape and data type without a buffer."""
+        raise NotImplementedError
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        placeholder = self.placeholder(tensor)
+        self.placed.append((name, placeholder))
+        return placeholder
+
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.place(torch.empty(shape, dtype=dtype, device="meta"), name=name)
+
+    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
+        return {name: self.placeholder(tensor) for name, tensor in batch.items()}
+
+    @contextmanager
+    def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
+        raise NotImplementedError("a plan has no data")
+
+    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
+        return function  # type: ignore[return-value]
+
+    def any_process(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self, tag: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def memory_gib(self) -> float | None:
+        return None
 
 
 def axes_of(name: str, shape: tuple[int, ...], *, table: ShardingTable | None, mesh: Mesh, rows_dim: int) -> Axes:

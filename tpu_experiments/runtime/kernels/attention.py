@@ -6,7 +6,7 @@ all heads of a token beside each other: a kernel that reads them so needs no cop
 is one shape of call, the blocks that a kernel cuts it into and the work in them, as numbers. Legend: B rows, H query
 heads, K key/value heads, T tokens, D head dimension."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -250,3 +250,25 @@ class AttentionCall:
     def exponentials(self) -> int:
         """Exponentials of one row: the scores of its visited blocks."""
         return self.heads * self.visited_blocks * self.block**2
+
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def call_of(
+    tensors: Sequence[Tensor], *, heads: int, scores: Scores, max_block: int, num_shards: int = 1, head_shards: int = 1
+) -> tuple[AttentionCall, list[Tensor]]:
+    """Return a call by its tensors (`AttentionKernel`), and those that the kernel takes: without rope no rotation."""
+    q, k, v, segments, rotation, *others = tensors
+    rows, length, width = q.shape
+    head_dim, rotates = width // heads, rotation.numel() > 0
+    call = AttentionCall(
+        *(rows, heads, k.shape[2] // head_dim, length, head_dim),
+        dtype=DTYPES[q.dtype],
+        scores=scores,
+        rotates=rotates,
+        num_shards=num_shards,
+        head_shards=head_shards,
+        max_block=max_block,
+    )
+    return call, [q, k, v, segments, *([rotation] if rotates else []), *others]

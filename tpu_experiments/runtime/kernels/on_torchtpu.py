@@ -1,4 +1,4 @@
-"""The TPU attention kernel in TorchTPU's graphs: jax's kernels (splash.py) through TorchTPU's door for them."""
+"""The TPU attention kernel in TorchTPU's graphs: lowered by jax once (splash.py), spliced into the program."""
 
 import functools
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores
+from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Scores, call_of
 
-DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 NAMES: dict[str, Direction] = {
     "tpu_experiments.attention_forward.default": "forward",
     "tpu_experiments.attention_backward.default": "backward",
@@ -18,9 +17,6 @@ NAMES: dict[str, Direction] = {
 
 class LaterAttention:
     """An `AttentionKernel` for tensors of the meta device: a trace records its operators for `lowered_call`."""
-
-    def __init__(self, *, max_block: int = MAX_BLOCK) -> None:
-        self.max_block = max_block
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
         raise AssertionError("tensors of the meta device have no values to attend to")
@@ -40,17 +36,7 @@ def lowered_call(direction: Direction, arguments: tuple[Any, ...], *, max_block:
     else:
         saved, grad, heads, scale, window, soft_cap = arguments
         tensors = [*saved, grad]
-    q, k, v, segments, rotation, *others = tensors
-    rows, length, width = q.shape
-    head_dim, rotates = width // heads, rotation.numel() > 0
-    call = AttentionCall(
-        *(rows, heads, k.shape[2] // head_dim, length, head_dim),
-        dtype=DTYPES[q.dtype],
-        scores=Scores(scale, window, soft_cap),
-        rotates=rotates,
-        max_block=max_block,
-    )
-    inputs = [q, k, v, segments, *([rotation] if rotates else []), *others]
+    call, inputs = call_of(tensors, heads=heads, scores=Scores(scale, window, soft_cap), max_block=max_block)
     text, results = _lowered(call, direction)
     return _spliced(text, inputs=inputs, results=results)
 

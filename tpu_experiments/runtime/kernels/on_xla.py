@@ -13,10 +13,8 @@ from torch import Tensor
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target
+from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target, call_of
 from tpu_experiments.runtime.kernels.integers import int8_product
-
-DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class XlaAttention:
@@ -42,21 +40,8 @@ class XlaAttention:
         return dq, dk, dv
 
     def _embedded(self, *tensors: Tensor, heads: int, scores: Scores, direction: Direction) -> list[Tensor]:
-        q, k, v, segments, rotation, *others = tensors
-        rows, length, width = q.shape
-        head_dim = width // heads
-        sizes = (rows, heads, k.shape[2] // head_dim, length, head_dim)
-        rotates = rotation.numel() > 0
-        given = [q, k, v, segments, *([rotation] if rotates else []), *others]
-        call = AttentionCall(
-            *sizes,
-            dtype=DTYPES[q.dtype],
-            scores=scores,
-            rotates=rotates,
-            num_shards=self.mesh.num_shards,
-            head_shards=self.mesh.tensor,
-            max_block=self.max_block,
-        )
+        shards = {"num_shards": self.mesh.num_shards, "head_shards": self.mesh.tensor}
+        call, given = call_of(tensors, heads=heads, scores=scores, max_block=self.max_block, **shards)
         computation = _computation(call, direction=direction, target=self.target)
         results: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::attention_{direction}", given, computation)
         return results

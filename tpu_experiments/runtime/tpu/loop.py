@@ -44,9 +44,10 @@ def traced_loop(
     with disable_proxy_modes_tracing():
         like = [torch.empty_like(t) for t in (*carry, *(x[0] for x in xs), *consts)]
         body = None if mode is None else reenter_make_fx(flat)(*like)
-        results = flat(*like)
-        stacks = [y.new_empty((num, *y.shape)) for y in results[len(carry) :]]
-    found = [*results[: len(carry)], *stacks]
+        results = flat(*like) if body is None else results_of(body)
+        made = [torch.empty(new.shape, dtype=new.dtype, device="meta") for new in results[: len(carry)]]
+        stacks = [torch.empty((num, *y.shape), dtype=y.dtype, device="meta") for y in results[len(carry) :]]
+    found = [*made, *stacks]
     if mode is not None and body is not None:
         closed = lift_constants(body)
         if reverse:
@@ -68,6 +69,12 @@ def _recorded(tracer: Any, body: fx.GraphModule, *given: Any, found: list[Tensor
     proxy = tracer.create_proxy("call_function", scan_op, arguments, {}, name="scan")
     recorded: list[Tensor] = track_tensor_tree(found, proxy, constant=None, tracer=tracer)
     return recorded
+
+
+def results_of(body: fx.GraphModule) -> list[Tensor]:
+    """Return fake tensors like the results of a traced body."""
+    results: Any = body.graph.output_node().args[0]
+    return [node.meta["val"] for node in results]
 
 
 def lift_constants(graph: fx.GraphModule) -> list[Tensor]:

@@ -10,8 +10,8 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.runtime.base import Counters, Held, Program
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, lowered_call
-from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered, kind_of
+from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, kind_of
 from tpu_experiments.runtime.ops import Folding, unconstrained
-from tpu_experiments.runtime.tpu.loop import REVERSED, tensors_of, traced_loop
+from tpu_experiments.runtime.tpu.loop import REVERSED, results_of, tensors_of, traced_loop
 
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -45,15 +44,11 @@ NAMED = "tpu_experiments.named.default"
 """Operator of models/layer_graph.py that gives a value a name for the policy of what is saved."""
 
 
-class TracingRuntime:
+class TracingRuntime(DevicelessRuntime):
     """A `Runtime` without devices, whose programs are lowered by TorchTPU instead of run."""
 
     def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
-        if hw.num_devices > 1:
-            raise ConfigError(
-                f"hw.runtime=torchtpu with hw.num_devices={hw.num_devices}; programs are lowered for one chip so far; "
-                "use hardware of one chip (hw=v6e1, hw=v5e1), or hw.runtime=xla."
-            )
+        super().__init__()
         self.device = torch.device("meta")
         self.mesh = Mesh()
         install_attention_kernel(LaterAttention())
@@ -61,43 +56,14 @@ class TracingRuntime:
         self.num_devices, self.rank, self.world_size, self.share = 1, 0, 1, (0, 1)
         self.loop, self.constrain = traced_loop, unconstrained
         self.folding: Folding | None = Folding(traced_loop)
-        self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None: ...
 
-    def place(self, tensor: Tensor, *, name: str) -> Tensor:
-        placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        self.placed.append((name, placeholder))
-        return placeholder
-
-    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.place(torch.empty(shape, dtype=dtype, device=self.device), name=name)
-
-    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
-        return {name: torch.empty(t.shape, dtype=t.dtype, device=self.device) for name, t in batch.items()}
-
-    @contextmanager
-    def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
-        raise NotImplementedError("a plan has no data")
-
-    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
-        return function  # type: ignore[return-value]
+    def placeholder(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
-
-    def any_process(self, flag: bool) -> bool:
-        return flag
-
-    def barrier(self, tag: str) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def memory_gib(self) -> float | None:
-        return None
 
     def lower(
         self,
@@ -163,6 +129,7 @@ def as_function_of(graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]]) -
     make_fx has an input for every given tensor, and holds a parameter, which shares the storage of one, as a constant.
 
     Raises:
+        ConfigError: the program calls an operator of this package that is not lowered here yet.
         RuntimeError: the graph reads another tensor, whose values a plan does not have.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
@@ -195,6 +162,11 @@ def _on_tpu(graph: fx.GraphModule) -> None:
         if str(node.target) == NAMED:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in NAMES:
+            raise ConfigError(
+                f"hw.runtime=torchtpu; the program calls {node.target}, which is not lowered by TorchTPU yet; use "
+                "hw.runtime=xla."
+            )
         elif "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("tpu")}
     graph.recompile()
@@ -245,8 +217,7 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         is_reverse = any(node.meta.get("custom", {}).get(REVERSED) for node in body.graph.nodes)
         directions = tpu_torch_compile.ScanDirection
         slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in xs]
-        results: Any = body.graph.output_node().args[0]
-        ys = [node.meta["val"] for node in results[len(carry) :]]
+        ys = results_of(body)[len(carry) :]
         return tpu_torch_compile.create_scan_op(
             inits=list(carry),
             inputs=[*xs, *others],
@@ -257,6 +228,6 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         )
 
     like = [tpu_torch_compile.placeholder(list(t.shape), t.dtype, False) for t in inputs]
-    with warnings.catch_warnings(), set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
+    with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
         outputs = tensors_of(Interpreter(graph).run(*like))
         return tpu_torch_compile.build_mlir(outputs, like)

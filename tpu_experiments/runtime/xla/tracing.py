@@ -6,8 +6,7 @@ argument, as in the run.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ from torch.utils._pytree import tree_flatten
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.runtime.base import Counters, Held, Program
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
-from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered, axes_of, kind_of
+from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, axes_of, kind_of
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.loop import folding_on
 
 
-class TracingRuntime:
+class TracingRuntime(DevicelessRuntime):
     """A `Runtime` without devices, whose programs are lowered instead of run."""
 
     def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
+        super().__init__()
         if hw.parallel == "spmd":
             xr.use_spmd()  # else torch_xla refuses annotations
         self.device = torch_xla.device()
@@ -50,28 +49,12 @@ class TracingRuntime:
         folding = folding_on(hw.device, hw=hw, mesh=self.mesh, table=self.table)
         self.folding: Folding | None = folding
         self.loop, self.constrain = folding.loop, folding.constrain
-        self.placed: list[tuple[str, Tensor]] = []
 
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.device))
 
-    def place(self, tensor: Tensor, *, name: str) -> Tensor:
-        placeholder = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
-        self.placed.append((name, placeholder))
-        return placeholder
-
-    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.place(torch.empty(shape, dtype=dtype, device="meta"), name=name)
-
-    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
-        return {name: xb.create_placeholder_tensor(t.shape, t.dtype) for name, t in batch.items()}
-
-    @contextmanager
-    def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
-        raise NotImplementedError("a plan has no data")
-
-    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
-        return function  # type: ignore[return-value]
+    def placeholder(self, tensor: Tensor) -> Tensor:
+        return xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.share[1] == 1:
@@ -80,19 +63,6 @@ class TracingRuntime:
         # The sum of xm.all_reduce, which itself omits it in a single process such as this one.
         torch_xla._XLAC._xla_all_reduce_inplace(xm.REDUCE_SUM, summed, 1.0, [list(range(self.share[1]))], True)
         return summed
-
-    def any_process(self, flag: bool) -> bool:
-        return flag
-
-    def barrier(self, tag: str) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def memory_gib(self) -> float | None:
-        return None
 
     def lower(
         self,
