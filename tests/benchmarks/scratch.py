@@ -54,28 +54,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7200)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[2:])
-    parser.add_argument("--more-seeds", type=int, nargs="*", default=[1], help="of the smallest, for the spread")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="the first chooses the rate")
+    parser.add_argument("--hw", choices=["cpu", "gpu"], default="cpu")
     arguments = parser.parse_args()
-    out, steps = arguments.out, arguments.steps
+    out, steps, hw = arguments.out, arguments.steps, arguments.hw
     run("task=tokenizer", f"task.vocab_size={VOCAB_SIZE}", *data(out), "name=tokenizer", f"task.folder={out}/tokenizer")
     found: dict[str, list[tuple[float, int, dict[str, Any]]]] = {}
     for size in arguments.sizes:
-        trials = {rate: train(out, size, rate=rate, steps=steps // TRIAL, seed=0) for rate in arguments.rates}
-        best = min(trials, key=lambda rate: trials[rate]["eval_loss"])
-        for rate, result in trials.items():
-            print(f"{size}, rate {rate:g}, {steps // TRIAL} steps: loss {result['eval_loss']:.4f}", flush=True)
-        found[size] = [(best, 0, tested(out, train(out, size, rate=best, steps=steps, seed=0)))]
-        print(table(found), flush=True)
-    first = arguments.sizes[0]
-    for seed in arguments.more_seeds:
-        rate = found[first][0][0]
-        found[first].append((rate, seed, tested(out, train(out, first, rate=rate, steps=steps, seed=seed))))
-    print(table(found))
+        best = chosen_rate(out, size, rates=arguments.rates, steps=steps // TRIAL, seed=arguments.seeds[0], hw=hw)
+        found[size] = []
+        for seed in arguments.seeds:
+            found[size].append((best, seed, tested(out, train(out, size, rate=best, steps=steps, seed=seed, hw=hw))))
+            print(table(found), flush=True)
     print(rivals(*split_texts(FILE)))
 
 
-def data(out: Path) -> list[str]:
-    """Return the overrides that name the text, whole, and its split."""
+def chosen_rate(out: Path, size: str, *, rates: Sequence[float], steps: int, seed: int, hw: str) -> float:
+    """Return the rate with the lowest loss of the evaluation split after `steps`; nothing is run for one alone."""
+    if len(rates) == 1:
+        return rates[0]
+    losses = {rate: train(out, size, rate=rate, steps=steps, seed=seed, hw=hw)["eval_loss"] for rate in rates}
+    for rate, loss in losses.items():
+        print(f"{size}, rate {rate:g}, {steps} steps: loss {loss:.4f}", flush=True)
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def data(out: Path, hw: str = "cpu") -> list[str]:
+    """Return the overrides that name the text, whole, its split, and the machine."""
     return [
         "data=wiki_ro",
         f"data.wiki_ro.path={FILE}",
@@ -84,7 +89,7 @@ def data(out: Path) -> list[str]:
         "data.wiki_ro.duplicates={exact:keep,near:null}",
         f"data.wiki_ro.eval_fraction={HELD_OUT}",
         f"data.wiki_ro.test_fraction={HELD_OUT}",
-        "hw=cpu",
+        f"hw={hw}",
         "hw.num_threads=1",
         f"output_dir={out}",
     ]
@@ -100,6 +105,7 @@ def train(
     experiment: str = "llama_mini_pretrain",
     kind: str = "",
     more: Sequence[str] = (),
+    hw: str = "cpu",
 ) -> dict[str, Any]:
     """Train a model from scratch; return its result.json.
 
@@ -114,7 +120,7 @@ def train(
     if not file.exists():
         run(
             f"experiment={experiment}",
-            *data(out),
+            *data(out, hw),
             *(f"model.arch.{key}={value}" for key, value in {**arch, "vocab_size": VOCAB_SIZE}.items()),
             # 0.02 at the width of llama_mini, and the same multiple of 1 / sqrt(width) here.
             f"+model.arch.initializer_range={0.02 * math.sqrt(768 / width):.4f}",

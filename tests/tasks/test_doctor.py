@@ -222,6 +222,8 @@ def test_chip_memory(make_config):
     assert verdict_of(sources.judge_chip_memory(known, config))[0] == "failed"
     assert verdict_of(sources.judge_chip_memory(replace(known, certainty="estimated"), config))[0] == "warning"
     assert sources.judge_chip_memory(None, make_config()).verdict == "not checked"
+    assert sources.judge_chip_memory(None, make_config("hw=gpu")).verdict == "not checked"
+    assert sources.judge_chip_memory(None, make_config("hw=h100")).verdict == "ok"
 
 
 LACKING = ModelFiles("hub")

@@ -37,6 +37,8 @@ def test_versions(make_config, python, packages, expected, words):
 def test_versions_that_this_hardware_does_not_need(make_config):
     nothing = software.Software((3, 12), (replace(LIBTPU, installed=None), replace(JAX, installed=None), TORCH))
     assert software.judge_versions(nothing, make_config()).verdict == "ok"
+    other = software.Software((3, 12), (replace(TORCH, installed="2.11.0"),))
+    assert software.judge_versions(other, make_config("hw=gpu")).verdict == "warning"
     no_xla = software.Software((3, 12), (replace(XLA, installed=None), TORCH))
     assert software.judge_versions(no_xla, make_config("hw.runtime=eager")).verdict == "ok"
     assert software.judge_versions(no_xla, make_config()).verdict == "failed"

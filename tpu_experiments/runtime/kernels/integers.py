@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIN_ROWS = 32
-"""cuBLASLt multiplies int8 matrices of more than 16 rows only."""
+ROWS = 32
+"""cuBLASLt multiplies int8 matrices of more than 16 rows only, and of a number that 8 divides (seen: not of 33)."""
 
 
 @torch.library.custom_op("tpu_experiments::int8_product", mutates_args=())
@@ -15,8 +15,9 @@ def int8_product(x_TK: Tensor, weight: Tensor, contracted: int) -> Tensor:
     The matrix is (N, K) where `contracted` is 1, and (K, N) where it is 0.
     """
     matrix = weight.T if contracted == 1 else weight
-    if x_TK.is_cuda and len(x_TK) < MIN_ROWS:
-        return torch._int_mm(F.pad(x_TK, (0, 0, 0, MIN_ROWS - len(x_TK))), matrix)[: len(x_TK)]
+    missing = -len(x_TK) % ROWS if x_TK.is_cuda else 0
+    if missing:
+        return torch._int_mm(F.pad(x_TK, (0, 0, 0, missing)), matrix)[: len(x_TK)]
     return torch._int_mm(x_TK, matrix)
 
 

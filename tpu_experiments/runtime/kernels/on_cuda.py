@@ -1,7 +1,7 @@
 """bitsandbytes' kernels for NF4 on a GPU: the product that decodes as it multiplies, and the decoding alone.
 
 They take the codes and scales of `models/quantised.py` as they lie. The same operators have plain code for a CPU, with
-which the tests compare; the CUDA kernels themselves were not run, for want of a GPU.
+which the tests compare; the CUDA kernels are compared in `pytest -m cuda`, on a machine with a GPU.
 """
 
 from collections.abc import Sequence

@@ -90,6 +90,8 @@ def _judge_package(package: Package, *, hw: HwConfig, attention: str, python: tu
         return failed(seen, "use Python 3.11 or 3.12, or an image that brings its own libtpu: it has no wheel for 3.13")
     if name in KERNELS and (package.installed is not None or attention != "flash"):
         return warning(seen, f"the attention kernel may not compile; install {name}{package.wanted}")
+    if name == "torch" and hw.runtime == "eager" and package.installed is not None:
+        return warning(seen, f"tested with {name}{package.wanted} alone; plain torch 2.11 trained on a GPU")
     if name in (*PINNED, *OF_A_TPU):
         return failed(seen, f"torch, torch_xla and libtpu belong together: install {name}{package.wanted}")
     if package.installed is None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import psutil
 
 from tpu_experiments.config.data_schema import OWN_KEYS
+from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
@@ -216,7 +217,7 @@ def judge_host_memory(memory: HostMemory, config: Config) -> Finding:
 
 def inspect_chip_memory(config: Config) -> MemoryFinding | None:
     """Return what a plan or the formulas report against starting."""
-    if config.hw.chip is None or config.hw.topology is None:
+    if not _has_known_memory(config.hw):
         return None
     return memory_finding(as_training(config))
 
@@ -224,13 +225,18 @@ def inspect_chip_memory(config: Config) -> MemoryFinding | None:
 def judge_chip_memory(found: MemoryFinding | None, config: Config) -> Finding:
     """Compare HBM with the run's programs, as task=train does when it starts."""
     hw = config.hw
-    if hw.chip is None or hw.topology is None:
+    if not _has_known_memory(hw) or hw.chip is None:
         return not_checked(f"hw={hw.name} has no chip with a datasheet")
     if found is None:
         return ok(f"nothing is known against {hw.chip.hbm_gib:.0f} GiB per chip")
     if found.certainty == "known" and config.trainer.plan_check == "refuse":
         return failed(found.words, "task=plan task.explore=search with the same settings looks for some that fit")
     return warning(found.words, "task=plan with the same settings compiles it and reports the exact memory")
+
+
+def _has_known_memory(hw: HwConfig) -> bool:
+    """Return whether a plan or the formulas judge memory when a run starts: a TPU's, and a GPU's with a datasheet."""
+    return hw.chip is not None and (hw.topology is not None or hw.device == "cuda")
 
 
 def _text(path: str) -> str:

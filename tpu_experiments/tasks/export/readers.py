@@ -132,7 +132,7 @@ class TransformersModel:
             self.model: Any = module
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             return
-        options: dict[str, BitsAndBytesConfig | CompressedTensorsConfig] = {}  # None would hide the one in config.json
+        options: dict[str, Any] = {}  # None as `quantization_config` would hide the one in config.json
         trust = base is not None and base.remote_code == "run"
         config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
         stored = getattr(config, "quantization_config", None) or {}
@@ -146,6 +146,8 @@ class TransformersModel:
                 bnb_4bit_use_double_quant=base.base_double_quant,
                 bnb_4bit_compute_dtype=dtype,
             )
+        if stored.get("quant_method") == "bitsandbytes" or "quantization_config" in options:
+            options["device_map"] = {"": "cpu"}  # else transformers puts quantised weights on a GPU, if there is one
         with _quiet():
             self.model = AutoModelForCausalLM.from_pretrained(
                 folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
@@ -154,7 +156,9 @@ class TransformersModel:
             if adapter is not None:
                 import peft
 
-                self.model = peft.PeftModel.from_pretrained(self.model, adapter, trust_remote_code=False)
+                self.model = peft.PeftModel.from_pretrained(
+                    self.model, adapter, torch_device="cpu", trust_remote_code=False
+                )
                 self.name = f"PEFT {peft.__version__}"
         self.model.eval()
         if stored.get("quant_method") == "bitnet":

@@ -20,6 +20,12 @@ from tpu_experiments.planning.money import cost_of
 from tpu_experiments.planning.plan import Plan, Program
 from tpu_experiments.planning.timing import StepTime
 
+OF_A_GPU = (
+    "plain torch on a GPU reaches neither: three recipes on an H200 took 6 to 33 times the planned step and 1.0 to 2.8 "
+    "times the planned memory (tests/benchmarks/README.md, 2026-11-26)"
+)
+"""Said of every plan of a GPU."""
+
 
 def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | None], list[str]]:
     """Return the optimizer steps of every stage, and notes on those that are unknown or assumed.
@@ -98,6 +104,8 @@ def formula_plan(config: Config) -> Plan:
         reason = "the compiler is that of TPUs"
     plan = analytic_plan(config, arch, reason=reason)
     plan = replace(plan, versions=versions(), programs=(*plan.programs, *counted_only(config)))
+    if config.hw.device == "cuda":
+        plan = replace(plan, notes=(*plan.notes, OF_A_GPU))
     if plan.shortage is not None:
         geometry = largest_stage(config, arch)[0].geometry
         remedies = remedies_for(config, arch, memory=plan.memory, geometry=geometry)

@@ -1,0 +1,184 @@
+"""Plain torch on an NVIDIA GPU computes what it computes on a CPU, and a step does not wait for the host.
+
+`pytest -m cuda`, on a machine with a GPU; skipped elsewhere.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_quantised import FORMATS, weight
+from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tpu_experiments.checkpoint.state import zero_state
+from tpu_experiments.config.schema import Config
+from tpu_experiments.models.quantised import Format, frozen_product
+from tpu_experiments.optim.adafactor import Adafactor
+from tpu_experiments.optim.adamw8bit import AdamW8bit
+from tpu_experiments.optim.base import Optimizer
+from tpu_experiments.optim.loss_scale import LossScaled
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.kernels import on_cuda
+from tpu_experiments.runtime.kernels.integers import int8_product
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+STEPS = 6
+OPTIMIZERS = (
+    AdamW8bit(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8),
+    Adafactor(weight_decay=0.01, beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """Products of float32 without TF32, as on a CPU; torch's default, said here because tests compare by it."""
+    assert not torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def on_gpu(make_config: Callable[..., Config]) -> Callable[..., Run]:
+    """A tiny run, on the GPU or with `hw.device=cpu` on the CPU."""
+
+    def made(*words: str, optimizer: Optimizer | None = None) -> Run:
+        config = make_config(
+            "hw=gpu", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "lora.dropout=0.1", *words
+        )
+        run = Run(config, EagerRuntime(config.hw), optimizer=optimizer)
+        if config.model.dtype == "float16":
+            run.step.optimizer = LossScaled(run.step.optimizer)
+            run.state = zero_state(run.step.optimizer, run.parameters, zeros=run.runtime.zeros)
+        return run
+
+    return made
+
+
+def batches(*, lr: float = 1e-2) -> list[dict[str, Tensor]]:
+    return [random_batch(number % 3, lr=lr, dropout=0.1, accumulation=2) for number in range(STEPS)]
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_and_its_gradient_are_those_of_the_host(name: str, dtype: torch.dtype, rows: int) -> None:
+    format = FORMATS[name]
+    parts = format.quantise(weight(192, 256))
+    x, grad = (torch.randn(rows, n, generator=torch.Generator().manual_seed(n)) for n in (256, 192))
+    given = x.to("cuda", dtype).requires_grad_()
+    out = frozen_product(given, {part: tensor.cuda() for part, tensor in parts.items()}, format=format)
+    (of_x,) = torch.autograd.grad(out, given, grad.to("cuda", dtype))
+    assert out.dtype == of_x.dtype == dtype
+    decoded = format.decode(parts, dtype=torch.float32)
+    rounding = 0.02 if format.int8_activations else max(1e-5, 4 * torch.finfo(dtype).eps)
+    for ours, exact in ((out, F.linear(x, decoded)), (of_x, grad @ decoded)):
+        assert (ours.detach().cpu().float() - exact).norm() <= rounding * exact.norm()
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("shape", [(96, 160), (512, 1024)], ids=str)
+def test_nf4_decodes_as_on_the_host(shape: tuple[int, int], double: bool) -> None:
+    """Rows of 160 are no whole blocks: they are decoded in plain torch."""
+    format = Format("nf4", double_quant=double)
+    parts = format.quantise(weight(*shape))
+    decoded = format.decode({part: tensor.cuda() for part, tensor in parts.items()}, dtype=torch.float32)
+    torch.testing.assert_close(decoded.cpu(), format.decode(parts, dtype=torch.float32), atol=0, rtol=1e-6)
+
+
+def test_bitsandbytes_is_what_multiplies() -> None:
+    """Without it the same numbers come of plain torch, so the other tests would not notice."""
+    if not on_cuda.has_bitsandbytes():
+        pytest.skip("bitsandbytes is not installed (extra gpu)")
+    parts = {part: tensor.cuda() for part, tensor in Format("nf4").quantise(weight(192, 256)).items()}
+    with torch.profiler.profile() as profile:
+        frozen_product(torch.randn(1, 256, device="cuda"), parts, format=Format("nf4"))
+    assert any("bitsandbytes::gemm_4bit" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("contracted", [0, 1])
+def test_integers_of_any_number_of_rows_are_multiplied_exactly(contracted: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows in (*range(1, 40), 257):
+        x = torch.randint(-127, 128, (rows, 64), generator=generator, dtype=torch.int8)
+        matrix = torch.randint(-127, 128, (96, 64), generator=generator, dtype=torch.int8)
+        matrix = matrix if contracted == 1 else matrix.T.contiguous()
+        product = int8_product(x.cuda(), matrix.cuda(), contracted)
+        assert torch.equal(product.cpu(), int8_product(x, matrix, contracted)), rows
+
+
+# ---- steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["dense", "int8", "nf4"])
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_losses_and_adapters_are_those_of_the_host(on_gpu: Callable[..., Run], model: str, base: str) -> None:
+    """With dropout, accumulated micro-batches and two documents in a row."""
+    words = (f"model={model}", f"model.base={base}")
+    ours, host = on_gpu(*words), on_gpu(*words, "hw.device=cpu")
+    assert ours.losses(batches()) == pytest.approx(host.losses(batches()), abs=1e-4)
+    for name, parameter in ours.parameters.items():
+        expected = host.parameters[name].detach()
+        # Not element by element: Adam divides a gradient near rounding by its own size.
+        assert (parameter.detach().cpu() - expected).norm() <= 1e-2 * expected.norm(), name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["model.remat=none"], ["model.remat=offload"], ["model.remat=save_attention"], ["model.remat=save_dots"]],
+    ids=str,
+)
+def test_what_is_recomputed_changes_no_loss(on_gpu: Callable[..., Run], words: list[str]) -> None:
+    expected = on_gpu("model.remat=layer_inputs").losses(batches())
+    assert on_gpu(*words).losses(batches()) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_other_optimizers_are_those_of_the_host(on_gpu: Callable[..., Run], optimizer: Optimizer) -> None:
+    losses = [
+        on_gpu("model=qwen05b", "lora=none", *words, optimizer=optimizer).losses(batches(lr=1e-3))
+        for words in ([], ["hw.device=cpu"])
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "base"),
+    [(dtype, base) for dtype in ("bfloat16", "float16") for base in ("dense", "nf4", "int8")][:-1],
+)
+def test_half_precision_stays_near_float32(on_gpu: Callable[..., Run], dtype: str, base: str) -> None:
+    """int8 in float16 is refused."""
+    ours = on_gpu(f"model.base={base}", f"model.dtype={dtype}").losses(batches(lr=1e-3))
+    assert ours == pytest.approx(on_gpu(f"model.base={base}").losses(batches(lr=1e-3)), abs=0.05)
+
+
+@pytest.mark.parametrize("words", [[], ["model.base=nf4"], ["model.base=int8"], ["model.dtype=float16"]], ids=str)
+def test_a_step_never_waits_for_the_gpu(on_gpu: Callable[..., Run], words: list[str]) -> None:
+    run = on_gpu("model.dtype=bfloat16", *words)
+    placed = [run.runtime.put(batch, rows_dim=1) for batch in batches()]
+    run.program(placed[0])  # makes tables and handles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [run.program(batch) for batch in placed[1:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(output.loss) for output in outputs)
+
+
+@pytest.mark.parametrize("words", [[], ["model.base=nf4"], ["lora=none"]], ids=str)
+def test_the_same_steps_end_in_the_same_bits(on_gpu: Callable[..., Run], words: list[str]) -> None:
+    """What a resumed run depends on: no sum in an order of its own (atomic additions)."""
+    words = ["model=qwen05b", "model.dtype=bfloat16", *words]
+    runs = [on_gpu(*words) for _ in range(2)]
+    losses = [run.losses(batches(lr=1e-3)) for run in runs]
+    assert losses[0] == losses[1]
+    for name, parameter in runs[0].parameters.items():
+        assert torch.equal(parameter, runs[1].parameters[name]), name
