@@ -57,14 +57,23 @@ class Run:
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
 
-    def start(self, *overrides: str, kill_after: int | None = None) -> forks.Process:
-        """One more life; it kills itself at the record of step `kill_after` or the next."""
+    def start(
+        self, *overrides: str, kill_after: int | None = None, python: Path | None = None
+    ) -> forks.Process | subprocess.Popen[bytes]:
+        """One more life; it kills itself at the record of step `kill_after` or the next.
+
+        Args:
+            python: interpreter of another environment.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         options = f"path: '{self.events}', kill_after: {'null' if kill_after is None else kill_after}"
         probe = f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{{options}}}}}}}"
         given = [*TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", probe]
         kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         with (self.folder / "output").open("ab") as output:
+            if python is not None:
+                command = [str(python), "run.py", *given]
+                return subprocess.Popen(command, cwd=forks.REPOSITORY, env=kept, stdout=output, stderr=output)
             return forks.start(["run.py", *given], env=kept | SAME_SUMS, stdout=output, stderr=output)
 
     def die_after(self, step: int, *overrides: str) -> None:
@@ -72,10 +81,10 @@ class Run:
         code = self.start(*overrides, kill_after=step).wait(timeout=600)
         assert code == -signal.SIGKILL, (self.folder / "output").read_text()[-4000:]
 
-    def finish(self, *overrides: str) -> float:
+    def finish(self, *overrides: str, python: Path | None = None) -> float:
         """A life to the end; its seconds."""
         started = time.monotonic()
-        code = self.start(*overrides).wait(timeout=600)
+        code = self.start(*overrides, python=python).wait(timeout=600)
         assert code == 0, (self.folder / "output").read_text()[-4000:]
         self.note_resumes()
         return time.monotonic() - started
@@ -102,14 +111,14 @@ class Run:
             time.sleep(0.0005)
         return self._is_done(process)
 
-    def _kill(self, process: forks.Process, kind: str, started: float) -> bool:
+    def _kill(self, process: forks.Process | subprocess.Popen[bytes], kind: str, started: float) -> bool:
         process.kill()
         process.wait()
         queued = [event["step"] for event in self.lives[-1] if event["event"] == "rows"] if self.lives else []
         self.deaths.append(Death(kind, time.monotonic() - started, max(queued, default=0), bool(self.torn)))
         return True
 
-    def _is_done(self, process: forks.Process) -> bool:
+    def _is_done(self, process: forks.Process | subprocess.Popen[bytes]) -> bool:
         assert process.returncode == 0, (self.folder / "output").read_text()[-4000:]
         return False
 

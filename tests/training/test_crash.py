@@ -7,9 +7,11 @@ import random
 
 import pytest
 
+from tests.forks import REPOSITORY
 from tests.training.crashing import Run, require_equal
 
 pytestmark = pytest.mark.xla
+OTHER = REPOSITORY / ".venv-torchtpu" / "bin" / "python"
 ON_4, ON_2 = (("hw.parallel=spmd", f"hw.num_devices={n}") for n in (4, 2))
 
 
@@ -32,6 +34,18 @@ def test_a_run_killed_at_random_ends_as_one_left_alone(whole, tmp_path):
     require_equal(killed, left_alone)
 
 
+@pytest.mark.skipif(not OTHER.exists(), reason="needs the environment of TorchTPU (tpu_experiments/runtime/README.md)")
+def test_a_run_of_torch_xla_goes_on_under_another_release_of_torch(whole, tmp_path):
+    """Killed in the first stage under torch 2.9, it goes on in plain torch of TorchTPU's environment."""
+    left_alone, _ = whole
+    moved = Run(tmp_path, left_alone.overrides)
+    moved.die_after(3)
+    moved.finish("hw.runtime=eager", python=OTHER)
+    ((step, _),) = moved.resumes
+    assert 2 <= step < 8
+    require_same_losses(moved, left_alone)
+
+
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_devices(whole, tmp_path):
     """Four, one, four, two; sums over rows come in another order, so the losses are equal to 1e-5, the rows exactly."""
@@ -44,10 +58,15 @@ def test_a_run_resumes_with_another_number_of_devices(whole, tmp_path):
     resumed = [step for step, _ in elastic.resumes]
     assert 2 <= resumed[0] < resumed[1]
     assert resumed[2] >= 8, "the last life is in stage 2"
-    assert [sorted(record) for record in elastic.records] == [sorted(record) for record in left_alone.records]
-    for ours, theirs in zip(elastic.records, left_alone.records, strict=True):
+    require_same_losses(elastic, left_alone)
+
+
+def require_same_losses(run, left_alone):
+    """Losses to 1e-5, and exactly the rows of a run left alone."""
+    assert [sorted(record) for record in run.records] == [sorted(record) for record in left_alone.records]
+    for ours, theirs in zip(run.records, left_alone.records, strict=True):
         losses = [name for name in ours if name.endswith("/loss")]
         assert ours["step"] == theirs["step"]
         assert [ours[name] for name in losses] == pytest.approx([theirs[name] for name in losses], abs=1e-5)
-    assert {step: rows[0] for step, rows in elastic.rows.items()} == {s: rows[0] for s, rows in left_alone.rows.items()}
-    assert all(repeated == rows[0] for rows in elastic.rows.values() for repeated in rows)
+    assert {step: rows[0] for step, rows in run.rows.items()} == {s: rows[0] for s, rows in left_alone.rows.items()}
+    assert all(repeated == rows[0] for rows in run.rows.values() for repeated in rows)
