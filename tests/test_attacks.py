@@ -263,7 +263,7 @@ def test_compiled_programs_beside_a_run_folder_are_not_loaded(tmp_path: Path) ->
     (folder / "model").mkdir()
     (folder / "result.json").write_text('{"status": "finished"}')
     (folder / "adapter").mkdir()
-    on_tpu = ("hw=v6e1", f"output_dir={tmp_path}/mine")
+    on_tpu = ("hw=v6e1", f"output_dir={tmp_path}/mine", f"hw.compile_cache={tmp_path}/mine/compile_cache")
     config = composed("task=evaluate", *on_tpu, f"task.run={folder}", "task.adapter=none")
     subject = subject_of_base(config)
     assert compile_cache_folder(subject, process=0) == f"{tmp_path}/mine/compile_cache"

@@ -148,3 +148,22 @@ def test_optuna_draws_a_pack_at_a_time(tmp_path: Path) -> None:
     assert ended.stdout.count("sweeping.pack: in one program each: 1 pack of 2 points") == 2
     rows = json.loads((tmp_path / "sweeps" / "drawn" / "sweep.json").read_text())["points"]
     assert [row["status"] for row in rows] == ["finished"] * 4
+
+
+@pytest.mark.slow
+def test_two_packs_train_at_once(tmp_path: Path) -> None:
+    """Four points, two to a program and two programs side by side: each ends as in a sweep one after the other."""
+    grid = ("lora.r=4,8", "optim.lr=1e-4,3e-4")
+    at_once = run("-m", *JOB, *grid, "name=two", "sweeping.pack=2", "sweeping.points_at_once=2", output_dir=tmp_path)
+    assert at_once.returncode == 0, at_once.stdout + at_once.stderr
+    one_by_one = run("-m", *JOB, *grid, "name=one", "sweeping.pack=off", output_dir=tmp_path)
+    assert one_by_one.returncode == 0, one_by_one.stderr
+    ended = {}
+    for name in ("two", "one"):
+        points = [path.parent for path in (tmp_path / "sweeps" / name).glob("*/result.json")]
+        ended[name] = {point.name: json.loads((point / "result.json").read_text())["eval_loss"] for point in points}
+    assert len(ended["two"]) == 4
+    assert ended["two"] == pytest.approx(ended["one"], abs=1e-5)
+    began = [records(tmp_path / "sweeps" / "two" / name)[0]["time"] for name in ended["two"]]
+    last = [records(tmp_path / "sweeps" / "two" / name)[-1]["time"] for name in ended["two"]]
+    assert max(began) < min(last), "both packs were running"

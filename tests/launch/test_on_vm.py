@@ -30,16 +30,15 @@ def test_only_what_is_missing_or_other_is_copied(gcs_bucket: str, tmp_path: Path
     assert on_vm.pull(str(there), f"{gcs_bucket}/nothing") == 0
 
 
-def test_where_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
-    recipe = ("experiment=mistral7b_ro", "output_dir=gs://bkt/runs")
+def test_where_programs_are_kept() -> None:
+    recipe = ("experiment=mistral7b_ro", "output_dir=gs://bkt/runs", "hw.compile_cache=/disk/programs")
     folder, url = on_vm.places_of(composed(*recipe)) or ("", "")
-    assert folder == "/home/me/cache/tpu_experiments/compile_cache"
+    assert folder == "/disk/programs"
     assert url.startswith("gs://bkt/runs/compile_cache/v6e8/torch_xla-2.9.0_libtpu-")
     spawned = composed(*recipe, "hw.parallel=spawn", "sharding=replicated")
     assert on_vm.places_of(spawned) == (folder, url)  # the processes' folders lie in it
-    assert on_vm.places_of(composed("experiment=mistral7b_ro")) is None
-    assert on_vm.places_of(composed("output_dir=gs://bkt/runs")) is None  # a CPU keeps none
+    assert on_vm.places_of(composed("experiment=mistral7b_ro", "hw.compile_cache=/disk/programs")) is None
+    assert on_vm.places_of(composed("experiment=mistral7b_ro", "output_dir=gs://bkt/runs")) is None  # none are kept
 
 
 def test_a_bucket_out_of_reach_keeps_nothing_from_training(

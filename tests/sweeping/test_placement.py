@@ -18,7 +18,7 @@ def _eight_chips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_of_eight_points_has_a_chip_and_a_port_of_its_own(tmp_path: Path) -> None:
-    config = composed("hw=v5e1", "sweeping.points_at_once=8", f"output_dir={tmp_path}")
+    config = composed("hw=v5e1", "sweeping.points_at_once=8", f"hw.compile_cache={tmp_path}/compile_cache")
     places = [place_of(slot, config) for slot in range(8)]
     assert [place.env["TPU_VISIBLE_CHIPS"] for place in places] == list("01234567")
     assert [place.env["TPU_PROCESS_PORT"] for place in places] == [str(port) for port in range(8476, 8484)]

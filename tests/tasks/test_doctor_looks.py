@@ -109,7 +109,8 @@ def test_a_place_that_refuses(make_config, tmp_path):
 
 def test_a_place_that_takes_no_file_is_ok_for_no_check(make_config, tmp_path, monkeypatch):
     """Root may write to /proc, says os.access, and cannot."""
-    config = make_config("experiment=mistral7b_ro", "output_dir=/proc/nope", "name=x")
+    cache = "hw.compile_cache=/proc/nope/compile_cache"
+    config = make_config("experiment=mistral7b_ro", "output_dir=/proc/nope", cache, "name=x")
     for inspect, judge in (
         (places.inspect_compile_cache, places.judge_compile_cache),
         (places.inspect_disk, places.judge_disk),
