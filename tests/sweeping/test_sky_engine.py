@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,14 @@ def point_on(hw: str, *words: str) -> Point:
     folder = sweep_folder("gs://bkt/runs", "tried")
     config = composed(f"hw={hw}", "trainer.global_batch_rows=8", f"output_dir={folder}", *words)
     return Point("lora.r=8,data=[a-b]", {"lora.r": "8"}, (f"hw={hw}", "lora.r=8", *words), config)
+
+
+def test_a_folder_of_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch, cloud: Path) -> None:
+    monkeypatch.setenv("PATH", f"{cloud}/bin:{os.environ['PATH']}")
+    point = replace(point_on("v5e1"), options=("--config-dir=/home/me/conf",))
+    with pytest.raises(ConfigError, match="--config-dir=/home/me/conf names a folder of this machine"):
+        SkyEngine(given="gs://bkt/runs").open([point], folder="gs://bkt/runs/sweeps/tried", say=print)
+    assert launches(cloud) == 0
 
 
 RENTED = ("v5e1", "v5e4", "v5e8", "v6e1", "v6e4", "v6e8", "v4-8", "v5p-8")

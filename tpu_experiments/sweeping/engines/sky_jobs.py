@@ -346,6 +346,13 @@ class SkyEngine(AsksOnSignal):
     def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
         if self._is_open:
             return
+        options = {option for point in points for option in point.options}
+        if options:
+            raise ConfigError(
+                f"sweeping.engine=sky; {', '.join(sorted(options))} names a folder of this machine, which the machines "
+                "of SkyPilot do not have; they get this checkout, so put its files into conf/, or use "
+                "sweeping.engine=local."
+            )
         self.say, self.queue = say, Queue(self._sky, say=say)
         self.listen()
         complaint = None
