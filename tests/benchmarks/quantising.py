@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.benchmarks.scratch import REPOSITORY, VOCAB_SIZE, data, run, train
 
-SIZE, RATE = "3.2 M", 3e-3
+SIZE = "3.2 M"
 WAYS: dict[str, tuple[str, ...]] = {
     "RTN, 4 bits": ("task.method=rtn", "task.group=64"),
     "GPTQ, 4 bits": ("task.method=gptq", "task.group=64"),
@@ -27,6 +27,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "GPTQ, 2 bits": ("task.method=gptq", "task.group=64", "task.bits=2"),
     "VPTQ, vectors of 4, 256": ("task.method=vptq",),
     "VPTQ, vectors of 4, 256 and 256": ("task.method=vptq", "task.residual=256"),
+    "VPTQ, vectors of 4, 256, a tenth outliers": ("task.method=vptq", "task.outliers=0.1"),
+    "VPTQ, vectors of 2, 32": ("task.method=vptq", "task.vector=2", "task.codebook=32"),
 }
 
 
@@ -36,18 +38,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/quantising"))
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
     out = arguments.out
     run("task=tokenizer", f"task.vocab_size={VOCAB_SIZE}", *data(out), "name=tokenizer", f"task.folder={out}/tokenizer")
-    trained = train(out, SIZE, rate=RATE, steps=arguments.steps, seed=arguments.seed)
+    trained = train(out, SIZE, rate=arguments.rate, steps=arguments.steps, seed=arguments.seed)
     print(f"{trained['num_parameters']:,} parameters, {arguments.steps} steps, seed {arguments.seed}\n")
     print("| way | bits a weight | lost in a layer, mean | perplexity | ratio | 95 % over documents |")
     print("|---|---|---|---|---|---|")
-    for number, (way, words) in enumerate(WAYS.items()):
+    for way in arguments.ways:
+        number, words = list(WAYS).index(way), WAYS[way]
         facts = quantised(out, trained["name"], folder=out / f"{trained['name']}-{number}", words=words)
         (parity,) = facts["parity"]
-        if not number:
-            print(f"| trained | 16 | | {parity['perplexity']:.3f} | | |")
+        if way == arguments.ways[0]:
+            print(f"| trained | 32 | | {parity['perplexity']:.3f} | | |")
         lost = list(facts["lost"].values())
         mean = f"{sum(lost) / len(lost):.4f}" if lost else ""
         interval = f"{parity['perplexity_ratio_low']:.4f} to {parity['perplexity_ratio_high']:.4f}"
