@@ -29,9 +29,9 @@ LINEARS = {
     "mlp.down_proj": (WIDE, INNER),
 }
 WRITE = """
-import os, sys, threading, time
-import psutil
+import os, sys, time
 sys.path.insert(0, os.getcwd())
+from tests.benchmarks.anonymous import Peak, anonymous_mib
 from tests.config.composing import composed_as_typed
 from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.subject import subject_of
@@ -41,24 +41,15 @@ config = composed_as_typed(
     "task=export", "model=mistral7b", f"model.path={folder}/base", f"task.adapter={folder}/adapter", "hw=cpu",
     "model.tokenizer_path=tpu_experiments/samples/tokenizer", f"task.forms=[{form}]", "task.gguf_types=[q8_0]",
 )
-peak, done = [0], threading.Event()
-
-def watch():
-    status = open("/proc/self/status")
-    while not done.wait(0.02):
-        status.seek(0)
-        peak[0] = max(peak[0], *(int(line.split()[1]) for line in status if line.startswith("RssAnon")))
-
-threading.Thread(target=watch, daemon=True).start()
 subject = subject_of(config, config.task)
 place = f"{folder}/{form}"
 os.makedirs(place)
-before, begin = peak[0], time.perf_counter()
+before, begin, peak = anonymous_mib(), time.perf_counter(), Peak()
 WRITERS[form](place, subject)
 seconds = time.perf_counter() - begin
-done.set()
+most = peak.end()
 size = sum(entry.stat().st_size for entry in os.scandir(place))
-print(f"{form}: {seconds:.0f} s, {size / 1e9:.2f} GB, peak {(peak[0] - before) / 2**20:.2f} GiB above the start")
+print(f"{form}: {seconds:.0f} s, {size / 1e9:.2f} GB, peak {(most - before) / 1024:.2f} GiB above the start")
 """
 
 

@@ -21,8 +21,9 @@ CASES = (("rtn", 1024), ("gptq", 1024), ("vptq", 256))
 LAYERS = (2, 8)
 ROWS, ROW_TOKENS = 16, 256
 QUANTISE = """
-import os, sys, threading, time
+import json, os, sys, time
 sys.path.insert(0, os.getcwd())
+from tests.benchmarks.anonymous import Peak, anonymous_mib
 from tests.config.composing import composed_as_typed
 from tpu_experiments.tasks.export.subject import subject_of
 from tpu_experiments.tasks.quantize import write_quantised_form
@@ -33,26 +34,13 @@ config = composed_as_typed(
     "model.tokenizer_path=tpu_experiments/samples/tokenizer", f"task.method={method}",
     f"output_dir={folder}/out", f"task.folder={folder}/forms", *words,
 )
-peak, done = [0], threading.Event()
-
-def watch():
-    status = open("/proc/self/status")
-    while not done.wait(0.02):
-        status.seek(0)
-        peak[0] = max(peak[0], *(int(line.split()[1]) for line in status if line.startswith("RssAnon")))
-
-threading.Thread(target=watch, daemon=True).start()
 subject = subject_of(config, config.task)
 place = f"{folder}/forms/{method}"
 os.makedirs(place)
-time.sleep(0.1)
-before, begin = peak[0], time.perf_counter()
-peak[0] = 0
+before, begin, peak = anonymous_mib(), time.perf_counter(), Peak()
 written = write_quantised_form(place, subject, config=config, task=config.task)
 seconds = time.perf_counter() - begin
-done.set()
-import json
-print("FOUND " + json.dumps([seconds, (peak[0] - before) / 1024, written.facts["bits_per_weight"]]))
+print("FOUND " + json.dumps([seconds, peak.end() - before, written.facts["bits_per_weight"]]))
 """
 
 

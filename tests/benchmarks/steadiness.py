@@ -18,6 +18,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from tests.benchmarks.anonymous import anonymous_mib
+
 REPOSITORY = Path(__file__).parents[2]
 JOB = (
     "model=tiny", "data=sample_text", "curriculum=single", "trainer.seq_len=128", "trainer.global_batch_rows=4",
@@ -58,15 +60,6 @@ def main() -> None:
     spent = result["goodput"]["run"]["seconds"]
     print(f"\n{result['num_compiles']} programs, {result['compiles_after_warmup']} after warm-up.")
     print(f"Seconds of the run: {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}.")
-
-
-def anonymous_mib(pid: int) -> float:
-    """Return the anonymous memory of a process; 0 where it has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0.0)
 
 
 def step_at(when: float, times: list[tuple[float, int, float]]) -> int | None:
