@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from tpu_experiments.config.bugs import bug_sentence, device_memory_sentence
+from tpu_experiments.config.bugs import bug_sentence, lacks_device_memory
 from tpu_experiments.config.compose import require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
@@ -92,11 +92,8 @@ def errors_as_sentences(config: Config | None = None) -> Iterator[None]:
     except Exception as error:
         if is_of_composition(error):
             refuse(uncomposable(error, sys.argv[1:]))
-        shortage = None if config is None else device_memory_sentence(error, config=config)
-        if shortage is not None:
-            refuse(shortage)
         print(redacted_text(f"error: {bug_sentence(error, config=config)}"), file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if lacks_device_memory(error) else 1)
 
 
 def refuse(problems: str) -> NoReturn:

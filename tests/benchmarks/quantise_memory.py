@@ -18,7 +18,7 @@ from tests.benchmarks.loading_memory import arch, write_checkpoint
 
 CASES = (("rtn", 1024), ("gptq", 1024), ("vptq", 256))
 """Methods, and the width of the model that each is given: k-means takes minutes on wide layers."""
-LAYERS = (2, 8)
+LAYERS = (4, 16)
 ROWS, ROW_TOKENS = 16, 256
 QUANTISE = """
 import json, os, sys, time

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tpu_experiments.config.bugs import device_memory_sentence
+from tpu_experiments.config.bugs import bug_sentence, lacks_device_memory
 from tpu_experiments.config.schema import Config
 
 OF_A_GPU = torch.OutOfMemoryError(
@@ -20,8 +20,7 @@ OF_A_TPU = RuntimeError(
 
 def test_a_gpu_is_told_smaller_settings(make_config: Callable[..., Config]) -> None:
     config = make_config("hw=gpu", "trainer.micro_batch_rows=8", "trainer.loss_chunk_tokens=null", "model.remat=none")
-    said = device_memory_sentence(OF_A_GPU, config=config)
-    assert said is not None
+    said = bug_sentence(OF_A_GPU, config=config)
     assert said.startswith("hw=gpu; the memory of the device is used up (Tried to allocate 148.38 GiB); try")
     wanted = ("trainer.loss_chunk_tokens=2048", "model.remat=layer_inputs", "trainer.micro_batch_rows=4", "base=nf4")
     assert all(word in said for word in wanted)
@@ -29,21 +28,27 @@ def test_a_gpu_is_told_smaller_settings(make_config: Callable[..., Config]) -> N
 
 def test_what_is_small_already_is_not_advised(make_config: Callable[..., Config]) -> None:
     config = make_config("hw=gpu", "model.base=nf4", "trainer.micro_batch_rows=1", "model.remat=layer_inputs")
-    said = device_memory_sentence(OF_A_GPU, config=config)
-    assert said is not None
+    said = bug_sentence(OF_A_GPU, config=config)
     assert "try, the mildest first, a smaller trainer.seq_len, or a larger machine" in said
 
 
 @pytest.mark.parametrize("task", ["train", "generate"])
 def test_a_tpu_is_told_int8(make_config: Callable[..., Config], task: str) -> None:
     config = make_config("hw=v5e1", f"task={task}", "model.base=dense")
-    said = device_memory_sentence(OF_A_TPU, config=config)
-    assert said is not None
+    said = bug_sentence(OF_A_TPU, config=config)
     assert "Attempting to reserve 12.31G" in said
     assert "model.base=int8" in said
 
 
-def test_other_errors_are_left_alone(make_config: Callable[..., Config]) -> None:
-    assert (
-        device_memory_sentence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), config=make_config()) is None
-    )
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OF_A_GPU, True),
+        (OF_A_TPU, True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("429 RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Read requests'"), False),
+    ],
+)
+def test_other_errors_are_left_alone(error: Exception, expected: bool, make_config: Callable[..., Config]) -> None:
+    assert lacks_device_memory(error) == expected
+    assert ("memory of the device" in bug_sentence(error, config=make_config())) == expected

@@ -33,6 +33,10 @@ TWO_STAGES = (
 )
 
 
+Life = forks.Process | subprocess.Popen[bytes]
+"""A running command: a fork, or a process of another environment."""
+
+
 @dataclass
 class Death:
     """One life that ended in a kill."""
@@ -57,9 +61,7 @@ class Run:
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
 
-    def start(
-        self, *overrides: str, kill_after: int | None = None, python: Path | None = None
-    ) -> forks.Process | subprocess.Popen[bytes]:
+    def start(self, *overrides: str, kill_after: int | None = None, python: Path | None = None) -> Life:
         """One more life; it kills itself at the record of step `kill_after` or the next.
 
         Args:
@@ -111,14 +113,14 @@ class Run:
             time.sleep(0.0005)
         return self._is_done(process)
 
-    def _kill(self, process: forks.Process | subprocess.Popen[bytes], kind: str, started: float) -> bool:
+    def _kill(self, process: Life, kind: str, started: float) -> bool:
         process.kill()
         process.wait()
         queued = [event["step"] for event in self.lives[-1] if event["event"] == "rows"] if self.lives else []
         self.deaths.append(Death(kind, time.monotonic() - started, max(queued, default=0), bool(self.torn)))
         return True
 
-    def _is_done(self, process: forks.Process | subprocess.Popen[bytes]) -> bool:
+    def _is_done(self, process: Life) -> bool:
         assert process.returncode == 0, (self.folder / "output").read_text()[-4000:]
         return False
 

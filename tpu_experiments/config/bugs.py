@@ -24,17 +24,26 @@ OF_THE_SYSTEM = frozenset(
 
 NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
 """Texts of out-of-memory errors raised by torch or Arrow."""
-NO_DEVICE_MEMORY = re.compile(r"CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED")
-"""Texts of out-of-memory errors of a GPU, raised by torch and cuBLAS, and of a TPU, raised by XLA."""
+NO_DEVICE_MEMORY = re.compile(
+    r"CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED[\s\S]*(?:memory|alloc|reserve)"
+)
+"""Texts of out-of-memory errors of a GPU, raised by torch and cuBLAS, and of a TPU, raised by XLA; a cloud's quota is
+RESOURCE_EXHAUSTED too."""
 ALLOCATION = re.compile(r"Tried to allocate [^.]*\.\d+ \w+\.|Attempting to [^.]*\.\d*\w+")
 """The part of such an error that says how much was asked for."""
 
 
-def device_memory_sentence(error: Exception, *, config: Config) -> str | None:
-    """Return what to change where a device ran out of memory; None for another error."""
-    if not NO_DEVICE_MEMORY.search(str(error)):
-        return None
-    log = write_traceback(error, config=config)
+def lacks_device_memory(error: Exception) -> bool:
+    """Return whether an error says that a GPU or TPU ran out of memory."""
+    return bool(NO_DEVICE_MEMORY.search(str(error)))
+
+
+def device_memory_sentence(error: Exception, *, config: Config, log: str) -> str:
+    """Return what to change where a device ran out of memory.
+
+    Args:
+        log: the file that has the traceback.
+    """
     asked = ALLOCATION.search(str(error))
     reason = asked[0].rstrip(".") if asked else str(error).strip().splitlines()[0][:200]
     return (
@@ -65,6 +74,8 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
         config: of the run whose folder has run.log; None where there is none yet.
     """
     log = write_traceback(error, config=config)
+    if config is not None and lacks_device_memory(error):
+        return device_memory_sentence(error, config=config, log=log)
     if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_SYSTEM:
         return (
             f"{os.fsdecode(error.filename)}; the system refuses it ({error.strerror}); mend, move or remove it, or "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 
-from tpu_experiments.config.bugs import bug_sentence
+from tpu_experiments.config.bugs import bug_sentence, lacks_device_memory
 from tpu_experiments.config.compose import config_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
@@ -119,7 +119,7 @@ def _code_of(runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: 
         return _refused(start.config, error)
     except Exception as error:  # one run's bug ends no other
         print(redacted_text(f"error: {bug_sentence(error, config=start.config)}"), file=sys.stderr)
-        return 1
+        return 2 if lacks_device_memory(error) else 1
     print(closing_lines(start))
     return 0
 
