@@ -182,9 +182,17 @@ CASES = {
     ),
     "xla on cuda": (["hw.device=cuda"], ["hw.runtime=xla with hw.device=cuda; ", "use hw.runtime=eager"]),
     "eager on a TPU": (["hw=v5e8", "hw.runtime=eager", "hw.parallel=spawn"], ["hw.device=tpu; plain torch cannot"]),
-    "TorchTPU on eight chips": (
-        ["task=plan", "hw=v6e8", "hw.runtime=torchtpu"],
-        ["hw.num_devices=8; programs are lowered for one"],
+    "TorchTPU on a CPU": (
+        ["task=plan", "hw.runtime=torchtpu"],
+        ["hw.runtime=torchtpu with hw.device=cpu; programs are lowered for TPUs alone; use hw=v6e8"],
+    ),
+    "split products by TorchTPU": (
+        ["task=plan", "hw=v6e8", "hw.runtime=torchtpu", "sharding=fsdp_tensor"],
+        ["hw.runtime=torchtpu with sharding.mesh.tensor=", "use sharding=fsdp or sharding=replicated"],
+    ),
+    "a table of another compiler": (
+        ["task=plan", "hw=v6e8", "task.libtpu=.venv-torchtpu", "task.search.table=fast.yaml"],
+        ["task.libtpu=.venv-torchtpu with task.search.table=fast.yaml; the table holds settings for"],
     ),
     "offloading by TorchTPU": (
         ["task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.remat=offload"],

@@ -23,7 +23,7 @@ TASK_KEYS = {
     "generate": ("run", "adapter", "base", "prompts_file", "output"),
     "evaluate": ("run", "adapter", "documents"),
     "doctor": ("json",),
-    "plan": ("compiled_folder",),
+    "plan": ("compiled_folder", "libtpu"),
 }
 BAD = {
     "gs://": "the bucket's name is missing after gs:// (is a variable empty?); write gs://bucket/folder.",

@@ -1,12 +1,14 @@
 """Masks that are a hash of a row's words, layer, projection, token and feature behave as if each bit were drawn."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tpu_experiments.models.dropout import _mixed, hashed, random_mask
+from tpu_experiments.models.dropout import _mixed, dropped, hashed, random_mask
+from tpu_experiments.models.layer_graph import LayerGraph
 
 TOKENS, FEATURES, ROWS = 16384, 256, 16
 SITE = -123456789
@@ -96,3 +98,20 @@ def lowbias32(x: int) -> int:
     x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
     x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
     return x ^ x >> 16
+
+
+def test_a_gradient_passes_on_the_meta_device() -> None:
+    # AOTAutograd there gives torch.where with a number none, and only warns: LayerGraph makes an error of it.
+    def layer(hidden: Tensor, weights: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
+        return dropped(hidden, constants[0], layer=1, site=SITE, keep=0.9) @ weights[0]
+
+    def lossy(hidden: Tensor, weights: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
+        return torch.where(constants[0] > 0, hidden, 0.0) @ weights[0]
+
+    hidden, stack = torch.empty(4, 8, 16, device="meta"), torch.empty(2, 16, 16, device="meta", requires_grad=True)
+    words_R, mask_R11 = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((4,), (4, 1, 1)))
+    graph = LayerGraph.trace(layer, nn.Identity(), hidden, [stack], [words_R], remat="layer_inputs")
+    code = graph.backward.code  # type: ignore[attr-defined]  # a graph module
+    assert "where" in code
+    with pytest.raises(UserWarning, match="an autograd kernel was not registered"):
+        LayerGraph.trace(lossy, nn.Identity(), hidden, [stack], [mask_R11], remat="layer_inputs")

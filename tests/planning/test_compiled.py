@@ -4,8 +4,10 @@ import importlib
 import logging
 import os
 import signal
+import sysconfig
 import threading
 import time
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +78,32 @@ def test_an_answer_is_remembered(program: Lowered, tmp_path: Path, caplog: pytes
         "program.hlo",
         "request.json",
     ]
+
+
+def other_environment(folder: Path) -> str:
+    """A virtual environment of its own with the packages of this one."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "other.pth").write_text(sysconfig.get_path("purelib"))
+    return str(folder)
+
+
+def test_another_environment_compiles(
+    program: Lowered, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As torch_xla sets it: the other environment would load this one's compiler and call it by its own version.
+    (tmp_path / "libtpu.so").write_text("no library")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
+    folder = other_environment(tmp_path / "other")
+    with Compilers(1, libtpu=folder) as compilers:
+        found = compilers.submit(program, hw=HW, folder=str(tmp_path / "plans")).result()
+    with caplog.at_level(logging.INFO):
+        own = compiled(program, hw=HW, folder=tmp_path / "plans")
+    assert "from the cache" not in caplog.text
+    assert found.memory == own.memory
+    assert found.folder != own.folder
+    assert (found.folder / "program.mlir").read_text().startswith(("module", "#loc"))
+    assert found.versions == own.versions
 
 
 def test_an_unknown_topology_is_one_sentence(program: Lowered, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.hlo.parts import PARTS
+from tpu_experiments.tasks.plan import environment_with_libtpu
 from tpu_experiments.training.batches import RunInputs, expected_programs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -239,6 +242,36 @@ def test_an_unknown_topology_ends_with_exit_code_2(tmp_path: Path) -> None:
     done = plan(tmp_path, *SMALL, "hw.topology=v9e:1x1")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: hw.topology=v9e:1x1; the TPU compiler has no such slice")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["task.libtpu=/nowhere"],
+            "task.libtpu=/nowhere; it is no virtual environment, as it has no bin/python; launch/",
+        ),
+        (
+            ["task.libtpu=.", "task.method=analytic"],
+            "task.libtpu=. with task.method=analytic; formulas compile nothing",
+        ),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_one_sentence(words: list[str], said: str, tmp_path: Path) -> None:
+    done = plan(tmp_path, *SMALL, *words)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("plans/*"))
+
+
+def test_an_environment_without_the_package_cannot_compile(tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", with_pip=False)
+    with pytest.raises(ConfigError, match=r"this program does not run in it \(ModuleNotFoundError"):
+        environment_with_libtpu(str(tmp_path / "other"), method="compiled")
+    (tmp_path / "other" / "bin" / "python").unlink()
+    (tmp_path / "other" / "bin" / "python").write_text("")
+    with pytest.raises(ConfigError, match=r"its Python does not start \(Permission denied\); launch/local\.sh"):
+        environment_with_libtpu(str(tmp_path / "other"), method="compiled")
 
 
 def test_hardware_without_a_topology_is_refused(tmp_path: Path) -> None:

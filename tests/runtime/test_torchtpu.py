@@ -3,7 +3,7 @@
 These run in the environment of launch/requirements-torchtpu.lock: `pytest -m torchtpu`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -50,8 +50,8 @@ class HostRuntime(TracingRuntime):
         return made
 
 
-def executed(lowered: Lowered) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
-    """The program on the CPU, as a function of its arguments by name."""
+def executed(lowered: Lowered) -> Callable[[Sequence[Mapping[str, Tensor]]], list[list[Tensor]]]:
+    """The program on devices of the CPU, as a function of each device's arguments by name; gives each one's results."""
     import jax
     import numpy as np
     from jax._src import compiler
@@ -59,18 +59,41 @@ def executed(lowered: Lowered) -> Callable[[Mapping[str, Tensor]], list[Tensor]]
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
-    device = jax.devices("cpu")[0]
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int))
+    num = lowered.num_replicas
+    devices = tuple(jax.devices("cpu")[:num])
+    assert len(devices) == num
+    numbers = np.arange(num).reshape(num, 1)
+    options = compiler.get_compile_options(num_replicas=num, num_partitions=1, device_assignment=numbers)
     with mlir.make_ir_context():
         module = ir.Module.parse(lowered.module)
-        program = device.client.compile_and_load(module, xla_client.DeviceList((device,)), options)
+        program = devices[0].client.compile_and_load(module, xla_client.DeviceList(devices), options)
+    everywhere = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("chips",)), jax.sharding.PartitionSpec()
+    )
 
-    def run(values: Mapping[str, Tensor]) -> list[Tensor]:
-        given = [jax.device_put(values[argument.name].numpy(), device) for argument in lowered.arguments]
+    def run(values: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
+        given = []
+        for argument in lowered.arguments:
+            parts = [jax.device_put(own[argument.name].numpy(), to) for own, to in zip(values, devices, strict=True)]
+            given.append(jax.make_array_from_single_device_arrays(argument.shape, everywhere, parts))
         found = program.execute_sharded(given).disassemble_into_single_device_arrays()
-        return [torch.from_numpy(np.array(parts[0])) for parts in found]
+        return [[torch.from_numpy(np.array(parts[chip])) for parts in found] for chip in range(num)]
 
     return run
+
+
+def parts_of(name: str, tensor: Tensor, *, runtime: TracingRuntime, row_dims: Mapping[str, int]) -> list[Tensor]:
+    """Each chip's part of a parameter or batch tensor: by the sharding table, and by rows."""
+    mesh, num = runtime.mesh, runtime.num_devices
+    if name in row_dims:
+        return list(tensor.chunk(num, dim=row_dims[name]))
+    axes = mesh.named(runtime.table.axes(name, tuple(tensor.shape))) if runtime.table else ()
+    split = mesh.split(axes, ndim=tensor.ndim)
+    tiles = [tensor]
+    for dim, count in enumerate(split.tiles):
+        tiles = [part for tile in tiles for part in tile.chunk(count, dim=dim)]
+    on_chip = dict(zip(split.devices, (tile for tile in tiles for _ in range(split.copies)), strict=True))
+    return [on_chip[chip].contiguous() for chip in range(num)]
 
 
 def batch_of(like: Mapping[str, Tensor], *, step: int, vocab_size: int) -> dict[str, Tensor]:
@@ -93,50 +116,82 @@ def batch_of(like: Mapping[str, Tensor], *, step: int, vocab_size: int) -> dict[
     return made
 
 
+FLOAT32 = ("model.size=tiny", "model.dtype=float32")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("model=tiny",),
+        ("model=tiny", "lora.dropout=0.1"),
         ("model=tiny", "model.stack=unrolled", "trainer.micro_batch_rows=2"),
-        ("model=gemma3_270m", "model.size=tiny", "lora.dropout=0.1", "model.dtype=float32"),
-        ("model=qwen05b", "model.size=tiny", "model.dtype=float32"),
+        ("model=gemma3_270m", "lora.dropout=0.1", *FLOAT32),
+        ("model=qwen05b", *FLOAT32),
+        ("model=tiny", "hw=v6e4", "sharding=replicated"),
+        ("model=tiny", "hw=v6e4", "sharding=fsdp", "lora.dropout=0.1"),
+        ("model=qwen05b", "hw=v6e4", "sharding=hsdp", "model.stack=unrolled", *FLOAT32),
     ],
-    ids=["folded", "unrolled, micro-batches", "Gemma 3, dropout", "Qwen2"],
+    ids=[
+        "folded, dropout",
+        "unrolled, micro-batches",
+        "Gemma 3, dropout",
+        "Qwen2",
+        "four chips, summed",
+        "four chips, fsdp, dropout",
+        "two by two chips, hsdp",
+    ],
 )
 def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None:
+    import jax
+
+    if not jax._src.xla_bridge.backends_are_initialized():
+        jax.config.update("jax_num_cpu_devices", 4)
     shape = ("trainer.seq_len=64", "trainer.global_batch_rows=4", "data=sample_text", "curriculum=single")
-    config = composed(
-        *("task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.attention=sdpa"),
-        *shape,
-        *overrides,
-        "model.init=random",
-    )
+    words = ("task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.attention=sdpa", *shape, "model.init=random")
+    chosen = {word.partition("=")[0]: word for word in (*words, *overrides)}  # a group is given once
+    config = composed(*chosen.values())
     planned = programs.planned_trainer(config, TracingRuntime(config.hw, sharding=config.sharding))
     planned.build()
     geometry = programs.shape_of(planned.inputs.stages[0], runtime=planned.runtime)
     lowered = programs.lowered_step(planned, shape=geometry)
     compute = executed(lowered)
-    host = programs.planned_trainer(config, HostRuntime(config.hw, sharding=config.sharding))
+    single = composed(*{**chosen, "hw": "hw=v6e1", "hw.parallel": "hw.parallel=inline"}.values())
+    host = programs.planned_trainer(single, HostRuntime(single.hw, sharding=single.sharding))
     host.build()
     values = {name: tensor.detach() for name, tensor in host.runtime.placed}
-    like = programs.batch_like(geometry, config=config) | programs.added_like(host)
+    whole = programs.shape_of(host.inputs.stages[0], runtime=host.runtime)
+    like = programs.batch_like(whole, config=config) | programs.added_like(host)
+    rows = {f"batch/{name}": 1 for name, tensor in like.items() if tensor.ndim > 1}
     parameters, state = host.parameters, host.state
     for step in range(STEPS):
         batch = batch_of(like, step=step, vocab_size=300)
-        found = compute({**values, **{f"batch/{name}": tensor for name, tensor in batch.items()}})
+        given = {**values, **{f"batch/{name}": tensor for name, tensor in batch.items()}}
+        split = {name: parts_of(name, t, runtime=planned.runtime, row_dims=rows) for name, t in given.items()}
+        chips = compute([{name: parts[chip] for name, parts in split.items()} for chip in range(lowered.num_replicas)])
         parameters, state, report = host.step(parameters, state, batch)
         renewed = {**parameters, **{f"{n}/{slot}": t for n, slots in state.items() for slot, t in slots.items()}}
-        for name, ours in zip(renewed, found, strict=False):
-            theirs = renewed[name].detach()
-            is_far = ~torch.isclose(ours, theirs, rtol=1e-5, atol=1e-5)
-            # Adam divides a gradient by its size: one at rounding (1e-8) decides a step of a learning rate.
-            assert is_far.sum() <= (0 if "/" in name else ours.numel() / 200), (
-                f"{name}, step {step}: {int(is_far.sum())} numbers differ"
-            )
-            assert (ours - theirs).abs().max() <= 2 * LEARNING_RATE
-            values[name] = theirs
-        losses = [t for t in found[len(renewed) :] if t.ndim == 0]
-        assert any(torch.isclose(loss, report.loss.detach(), rtol=1e-5) for loss in losses)
+        for found in chips:
+            for name, ours in zip(renewed, found, strict=False):
+                theirs = renewed[name].detach()
+                is_far = ~torch.isclose(ours, theirs, rtol=1e-5, atol=1e-5)
+                # Adam divides a gradient by its size: one at rounding (1e-8) decides a step of a learning rate.
+                assert is_far.sum() <= (0 if "/" in name else ours.numel() / 200), (
+                    f"{name}, step {step}: {int(is_far.sum())} numbers differ"
+                )
+                assert (ours - theirs).abs().max() <= 2 * LEARNING_RATE
+                values[name] = theirs
+            losses = [t for t in found[len(renewed) :] if t.ndim == 0]
+            assert any(torch.isclose(loss, report.loss.detach(), rtol=1e-5) for loss in losses)
+
+
+def test_a_weight_that_is_split_and_trained_is_refused() -> None:
+    words = ("task=plan", "hw=v6e4", "hw.runtime=torchtpu", "model.attention=sdpa", "model=tiny", "model.init=random")
+    shape = ("trainer.seq_len=64", "data=sample_text", "curriculum=single")
+    config = composed(*words, *shape, "lora=none", "sharding=fsdp")
+    planned = programs.planned_trainer(config, TracingRuntime(config.hw, sharding=config.sharding))
+    planned.build()
+    geometry = programs.shape_of(planned.inputs.stages[0], runtime=planned.runtime)
+    with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; .* is trained and split over 4 chips"):
+        programs.lowered_step(planned, shape=geometry)
 
 
 def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:

@@ -34,6 +34,7 @@ from tpu_experiments.config.task_schema import (
     doctoring_problems,
     exporting_problems,
     generating_problems,
+    planning_problems,
     serving_problems,
     tokenizer_problems,
 )
@@ -42,7 +43,7 @@ from tpu_experiments.config.tracing import tracing_problems
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
 ENCODER_OBJECTIVES = tuple(kind._target_ for kind in (MaskedConfig, ReplacedTokenConfig, ClassifyConfig))
-OF_TASKS = (doctoring_problems, exporting_problems, tokenizer_problems)
+OF_TASKS = (planning_problems, doctoring_problems, exporting_problems, tokenizer_problems)
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")
 
 
@@ -54,10 +55,15 @@ def hardware_problems(config: Config) -> list[str]:
         problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
     if hw.runtime == "eager" and hw.device == "tpu":
         problems.append("hw.runtime=eager with hw.device=tpu; plain torch cannot use a TPU; use hw.runtime=xla.")
-    if hw.runtime == "torchtpu" and (hw.device != "tpu" or hw.num_devices > 1):
+    if hw.runtime == "torchtpu" and hw.device != "tpu":
         problems.append(
-            f"hw.runtime=torchtpu with hw.device={hw.device} hw.num_devices={hw.num_devices}; programs are lowered for "
-            "one TPU chip so far; use hw=v6e1 or hw=v5e1, or hw.runtime=xla."
+            f"hw.runtime=torchtpu with hw.device={hw.device}; programs are lowered for TPUs alone; use hw=v6e8 or "
+            "another TPU, or hw.runtime=xla."
+        )
+    if hw.runtime == "torchtpu" and hw.parallel == "spmd" and mesh_of(hw, config.sharding).tensor > 1:
+        problems.append(
+            f"hw.runtime=torchtpu with sharding.mesh.tensor={config.sharding.mesh.tensor}; products split over chips "
+            "are not lowered by TorchTPU yet; use sharding=fsdp or sharding=replicated, or hw.runtime=xla."
         )
     if hw.runtime == "torchtpu" and config.task.name != "plan":
         problems.append(

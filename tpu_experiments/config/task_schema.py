@@ -61,9 +61,22 @@ class PlanTaskConfig(TaskConfig):
     compiled_folder: str | None = place("folder", default=None)
     """Cache folder of compilation results; null is `<output_dir>/plans/compiled`. All points of a sweep share the
     command's folder, so that none compiles again what another plan has compiled."""
+    libtpu: str | None = place("local", default=None)
+    """Folder of another virtual environment, whose libtpu compiles the programs that are lowered in this one, for
+    example .venv-torchtpu; null is this environment's. Estimates of two versions of libtpu are not comparable."""
     workers: int | None = number(default=None, at_least=1)
     """Parallel compilations; null derives it from the free memory (6 GiB each) and the cores."""
     search: SearchConfig = field(default_factory=SearchConfig)
+
+
+def planning_problems(task: TaskConfig) -> list[str]:
+    """Return incompatible settings of task=plan."""
+    if not isinstance(task, PlanTaskConfig) or task.libtpu is None or task.search.table is None:
+        return []
+    return [
+        f"task.libtpu={task.libtpu} with task.search.table={task.search.table}; the table holds settings for the "
+        "compiler that the runs use; leave one of the two out."
+    ]
 
 
 # ---- pack ---------------------------------------------------------------------------------------------------

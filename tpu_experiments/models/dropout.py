@@ -69,12 +69,21 @@ def dropped(x: Tensor, words: Tensor, *, layer: Tensor | int, site: int, keep: f
         words: those of a `Noise`; with thresholds, each row has its own probability in the place of `keep`.
     """
     if words.ndim == 1:
-        return torch.where(random_mask(x, words, layer=layer, site=site, keep=keep), x / keep, 0.0)
+        return _kept(random_mask(x, words, layer=layer, site=site, keep=keep), x / keep)
     words_R, thresholds_R = words.unbind(-1)
     mask = _random_mask(x, words_R, layer=layer, site=site, threshold=thresholds_R[:, None, None])
     keep_R = (0.5 - thresholds_R.to(torch.float32) * 2.0**-32).to(x.dtype)
     rows = x.reshape(len(words_R), -1, x.shape[-1])
-    return torch.where(mask, (rows / keep_R[:, None, None]).reshape(x.shape), 0.0)
+    return _kept(mask, (rows / keep_R[:, None, None]).reshape(x.shape))
+
+
+def _kept(mask: Tensor, x: Tensor) -> Tensor:
+    """Return x where the mask is true, and 0.
+
+    The 0 is a tensor: AOTAutograd on the meta device, on which TorchTPU's programs are traced, gives `where` with a
+    number no gradient (torch 2.9.0 and 2.14.1).
+    """
+    return torch.where(mask, x, torch.scalar_tensor(0.0, dtype=x.dtype, device=x.device))
 
 
 def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:

@@ -5,6 +5,7 @@ recomputes (activation checkpointing, arXiv 1604.06174; by names, as jax.checkpo
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ class LayerGraph:
             return graphs[0], graphs[1]
 
         traced = aot_function(flat, fw_compiler=not_run, partition_fn=record)
-        with torch.enable_grad(), naming(template):
+        with torch.enable_grad(), naming(template), warnings.catch_warnings():
+            # An operator that loses its gradient, as `where` with a number does on the meta device, only warns.
+            warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
             traced(*examples)
         forward, backward = graphs
         results: Any = forward.graph.output_node().args[0]

@@ -1,6 +1,7 @@
 """Compilations in processes of their own, each remembered under a hash of everything it depends on, and what they say.
 
 <output_dir>/plans/compiled/<key>/request.json, program.hlo   what was asked
+                                 program.mlir                  the program for another environment's compiler
                                  answer.json                   seconds, memory or the complaint about it; written last
                                  optimized.hlo                 the TPU's program"""
 
@@ -23,7 +24,17 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning import oom
-from tpu_experiments.planning.compiler import ANSWER, OPTIMIZED, PROGRAM, REQUEST, Memory, environment, versions
+from tpu_experiments.planning.compiler import (
+    ANSWER,
+    ENVIRONMENT,
+    OPTIMIZED,
+    PROGRAM,
+    REQUEST,
+    Memory,
+    environment,
+    versions,
+    versions_in,
+)
 from tpu_experiments.planning.hlo.kernels import with_flops
 from tpu_experiments.planning.hlo.parts import Widths, seconds_by_part, widths_of
 from tpu_experiments.planning.hlo.program import ProgramCost, read_program
@@ -61,11 +72,20 @@ class Compiled:
         return (self.folder / OPTIMIZED).read_text()
 
 
-class Compilers:
-    """Concurrent compilers; leaving the block by an exception kills them."""
+COMPILER = ("libtpu", "jax")
+"""Packages whose versions are those of the environment that compiles."""
 
-    def __init__(self, workers: int) -> None:
+
+class Compilers:
+    """Concurrent compilers; leaving the block by an exception kills them.
+
+    Args:
+        libtpu: folder of the environment whose libtpu compiles (task.libtpu); None is this one.
+    """
+
+    def __init__(self, workers: int, *, libtpu: str | None = None) -> None:
         self.pool = ThreadPoolExecutor(workers)
+        self.libtpu = libtpu
         self.running: set[subprocess.Popen[str]] = set()
         self.futures: dict[str, Future[Compiled]] = {}
 
@@ -91,9 +111,14 @@ class Compilers:
             "mesh": asdict(program.mesh),
             "num_replicas": program.num_replicas,
             **({"form": program.form} if program.form != "hlo" else {}),
+            **({ENVIRONMENT: self.libtpu} if self.libtpu else {}),
             "arguments": [asdict(argument) for argument in program.arguments],
         }
-        facts = {"request": request, "flags": " ".join(hw.libtpu_flags), "versions": versions()}
+        facts = {
+            "request": request,
+            "flags": " ".join(hw.libtpu_flags),
+            "versions": versions_in(self.libtpu) if self.libtpu else versions(),
+        }
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.module).hexdigest()[:16]
         if key not in self.futures:
             log.info("%s of %s: traced in %.1f s", program.name, shown(program), program.trace_seconds)
@@ -121,7 +146,10 @@ class Compilers:
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
         log.info("%s: compiled in %.0f s%s", what, answer["seconds"], ", from the cache" if known else "")
-        return Compiled(program.name, answer["seconds"], memory, shortage, answer["versions"], place)
+        used: dict[str, str] = answer["versions"]
+        if self.libtpu:  # lowered here, compiled there
+            used = {name: used.get(name, "") if name in COMPILER else number for name, number in versions().items()}
+        return Compiled(program.name, answer["seconds"], memory, shortage, used, place)
 
     def _run(self, place: Path, *, flags: str, what: str) -> None:
         given = os.environ | environment() | {"LIBTPU_INIT_ARGS": flags}

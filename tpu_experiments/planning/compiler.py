@@ -6,10 +6,16 @@ reads FOLDER/request.json and FOLDER/program.hlo and writes FOLDER/answer.json a
 separate process: it sets jax's platform and default device, and where the system kills it for its memory, nothing else
 ends with it. libtpu contains the compiler; jax returns a client of it for the name of a topology (as MaxText's
 train_compile does), and torch_xla's HLO is passed in as StableHLO.
+
+A request can name another environment (task.libtpu). torch_xla's HLO becomes text here, FOLDER/program.mlir, since jax
+0.12 does not read the bytes that jax 0.7.1 writes; then the process goes on as the other environment's Python.
 """
 
+import functools
+import importlib.util
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +32,10 @@ from tpu_experiments.runtime.patches import mosaic_for_libtpu
 TAKES_MODULE = (0, 12)
 """First jax known whose client compiles a module and no bytes of one; 0.7.1 is the other way about."""
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
+TEXT = "program.mlir"
+"""StableHLO as text, for the compiler of another environment."""
+ENVIRONMENT = "environment"
+"""Key of a request: folder of the environment whose libtpu compiles; absent for the one that asks."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,20 @@ def main(folder: Path) -> None:
     """Compile the program of a request, and write the answer."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = json.loads((folder / REQUEST).read_text())
-    os.environ.update(environment())
+    os.environ.update(environment() | libtpu_of_this_environment())
+    other = request.get(ENVIRONMENT)
+    if other and not Path(other).samefile(sys.prefix):
+        (folder / TEXT).write_bytes(_stablehlo_of(request, (folder / PROGRAM).read_bytes()))
+        python = python_of(other)
+        os.execve(python, [python, "-m", "tpu_experiments.planning.compiler", str(folder)], with_package())
     answer: dict[str, Any] = {"versions": versions(), "stage": "topology"}
     started = time.perf_counter()
     try:
         topology = _topology(request["topology"], num_chips=request["num_chips"])
         answer["stage"] = "program"
-        executable = _compiled(request, (folder / PROGRAM).read_bytes(), topology=topology)
+        is_text = (folder / TEXT).exists()
+        text = (folder / TEXT).read_bytes() if is_text else _stablehlo_of(request, (folder / PROGRAM).read_bytes())
+        executable = _compiled(request, text, topology=topology)
         answer["memory"] = asdict(_memory(executable))
         (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
     except Exception as error:  # jaxlib raises one type for all errors of the compiler
@@ -78,6 +95,15 @@ def environment() -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
+def libtpu_of_this_environment() -> dict[str, str]:
+    """Return the variable that names the libtpu installed beside this Python.
+
+    torch_xla and torch_tpu set it for their own when they are imported, and a process that they start inherits it.
+    """
+    found = importlib.util.find_spec("libtpu")
+    return {"TPU_LIBRARY_PATH": str(Path(found.origin).with_name("libtpu.so"))} if found and found.origin else {}
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that an estimate depends on, where they are installed."""
     known = {}
@@ -85,6 +111,32 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             known[name] = version(name)
     return known
+
+
+def python_of(environment: str) -> str:
+    """Return the Python of a virtual environment."""
+    return str(Path(environment) / "bin" / "python")
+
+
+def with_package() -> dict[str, str]:
+    """Return variables with which another environment's Python finds this package."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+@functools.cache
+def versions_in(environment: str) -> dict[str, str]:
+    """Return `versions` of another virtual environment.
+
+    Raises:
+        OSError: there is no such environment, or its Python could not be run.
+        subprocess.SubprocessError: it ended with an error.
+    """
+    ask = "import json; from tpu_experiments.planning import compiler; print(json.dumps(compiler.versions()))"
+    command = [python_of(environment), "-c", ask]
+    answer = subprocess.run(command, env=with_package(), capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
+    return found
 
 
 def _topology(name: str, *, num_chips: int) -> Any:
@@ -96,7 +148,17 @@ def _topology(name: str, *, num_chips: int) -> Any:
     return topologies.get_topology_desc(topology_name=name, platform="tpu", **settings)
 
 
-def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
+def _stablehlo_of(request: dict[str, Any], program: bytes) -> bytes:
+    """Return a request's program as the text of StableHLO."""
+    if request.get("form") == "stablehlo":
+        return program
+    from jax._src.lib import xla_client
+
+    text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
+    return text.encode()
+
+
+def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> Any:
     import jax
     import numpy as np
     from jax._src import compiler
@@ -116,10 +178,6 @@ def _compiled(request: dict[str, Any], hlo: bytes, *, topology: Any) -> Any:
     options.executable_build_options.use_shardy_partitioner = False
     devices = xla_client.DeviceList(tuple(topology.devices[:count]))
     client = topology.devices[0].client
-    if request.get("form") == "stablehlo":
-        text: Any = hlo
-    else:
-        text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
     with mlir.make_ir_context(), mosaic_for_libtpu():
         module = _annotated(text, request["arguments"], mesh=mesh)
         is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= TAKES_MODULE

@@ -91,6 +91,8 @@ def programs_key(config: Config, arch: Any) -> str:
         facts["asks"] = True
     if isinstance(config.task, PlanTaskConfig) and config.task.pack > 1:
         facts["pack"] = config.task.pack
+    if isinstance(config.task, PlanTaskConfig) and config.task.libtpu is not None:
+        facts["compiler"] = config.task.libtpu  # not the one that the run will be compiled by
     return digest_of(facts)
 
 

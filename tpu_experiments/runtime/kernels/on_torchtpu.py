@@ -38,10 +38,10 @@ def lowered_call(direction: Direction, arguments: tuple[Any, ...], *, max_block:
         tensors = [*saved, grad]
     call, inputs = call_of(tensors, heads=heads, scores=Scores(scale, window, soft_cap), max_block=max_block)
     text, results = _lowered(call, direction)
-    return _spliced(text, inputs=inputs, results=results)
+    return spliced(text, inputs=inputs, results=results)
 
 
-def _spliced(text: str, *, inputs: list[Tensor], results: tuple[tuple[tuple[int, ...], str], ...]) -> list[Tensor]:
+def spliced(text: str, *, inputs: list[Tensor], results: tuple[tuple[tuple[int, ...], str], ...]) -> list[Tensor]:
     """Return the results of a StableHLO module inside the program that TorchTPU builds.
 
     TorchTPU's own door for kernels asks the TPU for its topology (torch_tpu 0.2.0, `call_custom_kernel`), so the module

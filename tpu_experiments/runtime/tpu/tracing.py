@@ -22,12 +22,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, lowered_call
 from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, kind_of
 from tpu_experiments.runtime.ops import Folding, unconstrained
+from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.tpu.collectives import (
+    GATHER,
+    SUM,
+    gather_when_used,
+    lowered_collective,
+    part_shape,
+    sum_over_chips,
+)
 from tpu_experiments.runtime.tpu.loop import REVERSED, results_of, tensors_of, traced_loop
 
 NO_TPU = {
@@ -40,6 +49,7 @@ NO_TPU = {
     "TPU_TOPOLOGY": "1x1",
 }
 """Without these TorchTPU asks a metadata server for minutes. What is lowered does not depend on the type."""
+ONE_CHIP = Mesh()
 NAMED = "tpu_experiments.named.default"
 """Operator of models/layer_graph.py that gives a value a name for the policy of what is saved."""
 
@@ -50,10 +60,12 @@ class TracingRuntime(DevicelessRuntime):
     def __init__(self, hw: HwConfig, *, sharding: ShardingConfig) -> None:
         super().__init__()
         self.device = torch.device("meta")
-        self.mesh = Mesh()
+        self.mesh = mesh_of(hw, sharding)
+        self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
         install_attention_kernel(LaterAttention())
         self.max_block = hw.attention_block
-        self.num_devices, self.rank, self.world_size, self.share = 1, 0, 1, (0, 1)
+        self.num_devices = self.world_size = hw.num_devices
+        self.rank, self.share = 0, (0, hw.num_devices)
         self.loop, self.constrain = traced_loop, unconstrained
         self.folding: Folding | None = Folding(traced_loop)
 
@@ -63,7 +75,7 @@ class TracingRuntime(DevicelessRuntime):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
+        return tensors if self.num_devices == 1 else sum_over_chips(tensors)
 
     def lower(
         self,
@@ -78,8 +90,12 @@ class TracingRuntime(DevicelessRuntime):
         """Lower `function` for host tensors like `batch`.
 
         Args:
-            rows_dim: dimension of the batch that is split over the devices; there is one.
+            rows_dim: dimension of the batch that is split over the devices; the batch is one device's.
             renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
+
+        Raises:
+            ConfigError: the program calls an operator of this package that is not lowered here yet, or updates a weight
+                that is split over the devices.
         """
         started = time.perf_counter()
         sent = self.put(batch, rows_dim=rows_dim)
@@ -98,19 +114,49 @@ class TracingRuntime(DevicelessRuntime):
         load()
         graph = make_fx(run, tracing_mode="real")([tensor for _, tensor in given])
         read = as_function_of(graph, given)
-        text = stablehlo_of(graph, [tensor for _, tensor in read], max_block=self.max_block)
+        inputs = graph.graph.find_nodes(op="placeholder")
+        split: dict[fx.Node, Axes] = {}
+        for node, (key, tensor) in zip(inputs, read, strict=True):
+            axes = self._axes(key, tensor)
+            if self.mesh.parts(axes) > 1 and storage_of(tensor) in aliases:
+                raise ConfigError(
+                    f"hw.runtime=torchtpu; {key} is trained and split over {self.num_devices} chips, and updates of "
+                    "parts are not lowered by TorchTPU yet; use sharding=replicated, or hw.runtime=xla."
+                )
+            if self.mesh.parts(axes) > 1:
+                split[node] = axes
+        gather_when_used(graph, split)
+        parts = [self._part(key, tensor) for key, tensor in read]
+        text = stablehlo_of(graph, parts, max_block=self.max_block, mesh=self.mesh)
         return Lowered(
             name,
             tuple(next(iter(batch.values())).shape),
             module=text.encode(),
             form="stablehlo",
-            arguments=tuple(argument_of(key, t, alias=aliases.get(storage_of(t))) for key, t in read),
-            resident=tuple(argument_of(key, t) for key, t in self.placed if not any(t is other for _, other in read)),
-            mesh=Mesh(),
-            num_replicas=1,
+            arguments=tuple(
+                argument_of(key, part, alias=aliases.get(storage_of(t)))
+                for (key, t), part in zip(read, parts, strict=True)
+            ),
+            resident=tuple(
+                argument_of(key, self._part(key, t))
+                for key, t in self.placed
+                if not any(t is other for _, other in read)
+            ),
+            mesh=Mesh(),  # a program of one chip, run by all
+            num_replicas=self.num_devices,
             trace_seconds=time.perf_counter() - started,
             num_adapters=num_adapters,
         )
+
+    def _axes(self, name: str, tensor: Tensor) -> Axes:
+        """Return the axes that a placed tensor is split over; batches are one device's already."""
+        is_batch = name.startswith(BATCH)
+        return () if is_batch or self.table is None else self.table.axes(name, tuple(tensor.shape))
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor without a buffer like one chip's part of a placed one."""
+        shape = part_shape(tuple(tensor.shape), self._axes(name, tensor), mesh=self.mesh)
+        return tensor if shape == tensor.shape else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
@@ -119,7 +165,7 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def argument_of(name: str, tensor: Tensor, *, alias: int | None = None) -> Argument:
-    """Return a tensor as an argument that is whole on every chip."""
+    """Return a tensor of one chip as an argument of the program that every chip runs."""
     return Argument(name, tuple(tensor.shape), kind_of(tensor), (None,) * tensor.ndim, alias)
 
 
@@ -162,7 +208,7 @@ def _on_tpu(graph: fx.GraphModule) -> None:
         if str(node.target) == NAMED:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in NAMES:
+        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, SUM):
             raise ConfigError(
                 f"hw.runtime=torchtpu; the program calls {node.target}, which is not lowered by TorchTPU yet; use "
                 "hw.runtime=xla."
@@ -182,19 +228,22 @@ def load() -> None:
         _loader._init_device("tpu")
 
 
-def stablehlo_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int = MAX_BLOCK) -> str:
+def stablehlo_of(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int = MAX_BLOCK, mesh: Mesh = ONE_CHIP
+) -> str:
     """Return the StableHLO of a graph as text, by TorchTPU; `load` has been called.
 
     Args:
         max_block: tokens in the largest block of an attention kernel.
+        mesh: chips that sums and gathers are over.
     """
     from torch_tpu._internal.compile import tpu_torch_compile
 
-    text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, max_block=max_block))
+    text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, max_block=max_block, mesh=mesh))
     return text
 
 
-def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int) -> Any:
+def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int, mesh: Mesh) -> Any:
     """Return TorchTPU's module of a graph for inputs like these."""
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
@@ -211,6 +260,8 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
                 return scanned(*args)
             if str(target) in NAMES:
                 return lowered_call(NAMES[str(target)], args, max_block=max_block)
+            if str(target) in (SUM, GATHER):
+                return lowered_collective(str(target), args, mesh=mesh)
             return super().call_function(target, args, kwargs)
 
     def scanned(body: fx.GraphModule, carry: Any, xs: Any, others: Any) -> Any:
@@ -221,7 +272,7 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         return tpu_torch_compile.create_scan_op(
             inits=list(carry),
             inputs=[*xs, *others],
-            body_module=module_of(body, [*carry, *slices, *others], max_block=max_block),
+            body_module=module_of(body, [*carry, *slices, *others], max_block=max_block, mesh=mesh),
             scan_direction=directions.kReverse if is_reverse else directions.kForward,
             dummy_ys=[torch.zeros((len(xs[0]), *y.shape), dtype=y.dtype, device="meta") for y in ys],
             num_scan_inputs=len(xs),

@@ -7,14 +7,17 @@ settings, and output.py writes and prints. Slow imports are deferred until the c
 import importlib.util
 import math
 import re
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from tpu_experiments.config.compose import variant
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning import oom
+from tpu_experiments.planning.compiler import python_of, versions_in
 from tpu_experiments.runtime.patches import TORCHTPU, require_versions
 
 STOPPED_EXIT_CODE = 75
@@ -35,6 +38,8 @@ def run(config: Config) -> None:
     for each in machines.values():
         check_hw(each)
     method = chosen_method(settings, runtime=config.hw.runtime)
+    if settings.libtpu is not None:
+        settings = replace(settings, libtpu=environment_with_libtpu(settings.libtpu, method=method))
     if method == "analytic" and settings.pack > 1:
         raise ConfigError(
             f"task.pack={settings.pack}; formulas know one adapter, and nothing is compiled here; install libtpu (the "
@@ -132,3 +137,33 @@ def chosen_method(settings: PlanTaskConfig, *, runtime: str) -> str:
     if is_there and settings.method != "analytic":
         require_versions("torch", "torch_xla", "jax", "libtpu")
     return "compiled" if is_there and settings.method != "analytic" else "analytic"
+
+
+def environment_with_libtpu(folder: str, *, method: str) -> str:
+    """Return the absolute path of the environment whose libtpu is to compile (task.libtpu).
+
+    Raises:
+        ConfigError: nothing is compiled, or the folder is no environment with libtpu and jax.
+    """
+    if method == "analytic":
+        raise ConfigError(
+            f"task.libtpu={folder} with task.method=analytic; formulas compile nothing; use task.method=compiled."
+        )
+    path = Path(folder).absolute()
+    make = (
+        "launch/local.sh makes one (TPU_EXPERIMENTS_VENV=.venv-torchtpu "
+        "TPU_EXPERIMENTS_LOCK=launch/requirements-torchtpu.lock bash launch/local.sh ...)"
+    )
+    if not Path(python_of(str(path))).exists():
+        raise ConfigError(f"task.libtpu={folder}; it is no virtual environment, as it has no bin/python; {make}.")
+    try:
+        found = versions_in(str(path))
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or ["silent"])[-1]
+        raise ConfigError(f"task.libtpu={folder}; this program does not run in it ({why}); {make}.") from error
+    except OSError as error:
+        raise ConfigError(f"task.libtpu={folder}; its Python does not start ({error.strerror}); {make}.") from error
+    missing = [name for name in ("libtpu", "jax") if name not in found]
+    if missing:
+        raise ConfigError(f"task.libtpu={folder}; {' and '.join(missing)} is not installed there; {make}.")
+    return str(path)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
@@ -27,20 +28,18 @@ from tpu_experiments.tasks.plan.programs import Traced, trace_run
 GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin
 
 
-def compiled_plans(
-    configs: Sequence[Config], *, which: str, workers: int | None, folder: str | None
-) -> list[Plan | ConfigError]:
+def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which: str) -> list[Plan | ConfigError]:
     """Return a plan for every config, or the error that prevented it.
 
     Args:
+        settings: workers, cache of compilations (below the first config's output_dir where none is named), and the
+            compiler's environment.
         which: `all` or `train`, the programs that are compiled.
-        workers: parallel compilations; None is derived from free memory and cores.
-        folder: cache of compilations; None is below the first config's output_dir.
     """
-    folder = paths.absolute(folder or paths.join(configs[0].output_dir, PLANS, COMPILED))
+    folder = paths.absolute(settings.compiled_folder or paths.join(configs[0].output_dir, PLANS, COMPILED))
     traced: list[Traced | ConfigError] = []
     futures: dict[int, list[Future[Compiled]]] = {}
-    with Compilers(workers or usable_workers()) as compilers:
+    with Compilers(settings.workers or usable_workers(), libtpu=settings.libtpu) as compilers:
         for number, config in enumerate(tqdm(configs, desc="tracing", leave=False, disable=None)):
             try:
                 run = trace_run(config, which=which)
@@ -105,11 +104,21 @@ def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
         time=train.time,
         seconds_by_part=train.seconds_by_part,
         versions=train.compiled.versions,
-        notes=tuple(dict.fromkeys(note for program in programs for note in program.notes)),
+        notes=(*compiler_notes(run, train), *dict.fromkeys(note for program in programs for note in program.notes)),
     )
     return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(
         plan, run=run, programs=programs
     )
+
+
+def compiler_notes(run: Traced, program: Planned) -> list[str]:
+    """Return a note on the compiler where it is another environment's (task.libtpu)."""
+    if not isinstance(run.config.task, PlanTaskConfig) or run.config.task.libtpu is None:
+        return []
+    return [
+        f"compiled by libtpu {program.compiled.libtpu} of {run.config.task.libtpu}: its estimates are not comparable "
+        "with those of another version, and the run is compiled by its own environment's"
+    ]
 
 
 def plan_if_too_large(plan: Plan, *, run: Traced, largest: Planned, geometry: Geometry) -> Plan | None:

@@ -75,8 +75,7 @@ def make_plans(
         return [formula_plan(config) for config in configs]
     from tpu_experiments.tasks.plan.compiled import compiled_plans  # needs torch_xla
 
-    folder = settings.compiled_folder
-    made = iter(compiled_plans(of_tpus, which=which or settings.programs, workers=settings.workers, folder=folder))
+    made = iter(compiled_plans(of_tpus, settings, which=which or settings.programs))
     return [formula_plan(config) if config.hw.device == "cuda" else next(made) for config in configs]
 
 
