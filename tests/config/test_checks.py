@@ -182,9 +182,9 @@ CASES = {
     ),
     "xla on cuda": (["hw.device=cuda"], ["hw.runtime=xla with hw.device=cuda; ", "use hw.runtime=eager"]),
     "eager on a TPU": (["hw=v5e8", "hw.runtime=eager", "hw.parallel=spawn"], ["hw.device=tpu; plain torch cannot"]),
-    "TorchTPU on a CPU": (
-        ["task=plan", "hw.runtime=torchtpu"],
-        ["hw.runtime=torchtpu with hw.device=cpu; programs are lowered for TPUs alone; use hw=v6e8"],
+    "TorchTPU on a GPU": (
+        ["hw=gpu", "hw.runtime=torchtpu"],
+        ["hw.runtime=torchtpu with hw.device=cuda; its programs are for TPUs, and for a CPU to try them; "],
     ),
     "split products by TorchTPU": (
         ["task=plan", "hw=v6e8", "hw.runtime=torchtpu", "sharding=fsdp_tensor"],
@@ -198,9 +198,9 @@ CASES = {
         ["task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.remat=offload"],
         ["model.remat=offload with hw.runtime=torchtpu; "],
     ),
-    "training by TorchTPU": (
-        ["hw=v6e1", "hw.runtime=torchtpu"],
-        ["hw.runtime=torchtpu with task=train; nothing has run"],
+    "training by TorchTPU on eight chips": (
+        ["hw=v6e8", "hw.runtime=torchtpu"],
+        ["hw.runtime=torchtpu with task=train hw.num_devices=8; its programs run on one device so far, "],
     ),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),

@@ -3,13 +3,18 @@
 These run in the environment of launch/requirements-torchtpu.lock: `pytest -m torchtpu`.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.config.composing import composed
@@ -21,12 +26,14 @@ if find_spec("torch_tpu") is None:
     pytest.skip("needs torch_tpu, in an environment of its own (launch/README.md)", allow_module_level=True)
 
 from tpu_experiments.runtime.lowered import Lowered
-from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of
+from tpu_experiments.runtime.tpu.buffers import Buffers
+from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of, function_of
 from tpu_experiments.tasks.plan import programs
 
 # torch_tpu warns that its names are experimental, and of a memory allocator that is not loaded.
 pytestmark = [pytest.mark.torchtpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 STEPS, LEARNING_RATE = 5, 1e-3
+REPOSITORY = Path(__file__).parents[2]
 
 
 class HostRuntime(TracingRuntime):
@@ -181,6 +188,73 @@ def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None
                 values[name] = theirs
             losses = [t for t in found[len(renewed) :] if t.ndim == 0]
             assert any(torch.isclose(loss, report.loss.detach(), rtol=1e-5) for loss in losses)
+
+
+SMOKE = ("debug=smoke", "lora.dropout=0.1")
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of run.py in this environment."""
+    command = [sys.executable, "run.py", f"output_dir={folder}", f"prepare.folder={folder / 'prepared'}", *words]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+
+
+def records_of(folder: Path) -> dict[tuple[int, str], float]:
+    """Losses, norms of gradients and accuracies of a run by step and name."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {
+        (line["step"], name): value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith(("train/loss", "train/grad_norm", "eval/"))
+    }
+
+
+def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
+    for runtime in ("eager", "torchtpu"):
+        done = run(tmp_path, *SMOKE, f"hw.runtime={runtime}", f"name={runtime}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "4 compiled, 0 after warm-up" in done.stdout
+    plain, ours = (records_of(tmp_path / runtime) for runtime in ("eager", "torchtpu"))
+    assert ours.keys() == plain.keys()
+    assert len(ours) > 10
+    for name, value in plain.items():
+        assert ours[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_values_come_from_programs_alone() -> None:
+    buffers = Buffers()
+    tensor = buffers.stands_for(np.arange(6.0, dtype=np.float32), like=torch.empty(2, 3))
+    assert nn.Parameter(tensor) in buffers
+    with torch.no_grad():
+        tensor.add_(1)
+    with pytest.raises(RuntimeError, match=r"a tensor of \(2, 3\) was changed outside a program"):
+        buffers[tensor]
+    buffers.accept(tensor)
+    assert buffers[tensor].sum() == 15
+    with pytest.raises(RuntimeError, match=r"a tensor of \(2, 3\) was made outside a program"):
+        buffers[tensor + 1]
+    del tensor
+    buffers.sweep()
+    assert not buffers._arrays
+
+
+def test_a_program_that_reads_what_it_wrote_is_refused() -> None:
+    held = torch.ones(3, device="meta")
+    other = held.detach()
+
+    def writes(_: Any) -> list[Tensor]:
+        held.copy_(held + 1)
+        return [other * 2]
+
+    with pytest.raises(RuntimeError, match="reads a tensor after writing it"):
+        function_of(writes, {"held/x": held}, known=lambda _: False)
+
+
+def test_draws_of_the_generator_are_refused() -> None:
+    x = torch.ones(3, device="meta")
+    with pytest.raises(ConfigError, match=r"draws by torch's own generator \(aten\..*set it to 0"):
+        function_of(lambda _: [nn.functional.dropout(x, 0.5)], {"batch/x": x}, known=lambda _: False)
 
 
 def test_a_weight_that_is_split_and_trained_is_refused() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tasks.verdicts import TPU, verdict_of
+from tpu_experiments.runtime.patches import TORCHTPU
 from tpu_experiments.tasks.doctor import cloud, software
 
 TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")
@@ -45,9 +46,26 @@ def test_versions_that_this_hardware_does_not_need(make_config):
 
 
 def test_versions_of_this_environment(make_config):
-    seen = software.inspect_software()
+    seen = software.inspect_software(make_config())
     assert {"torch", "torch_xla", "hydra-core", "psutil", "libtpu"} <= {package.name for package in seen.packages}
     assert software.judge_versions(seen, make_config()).verdict == "ok"
+
+
+def test_versions_of_the_other_environment(make_config):
+    config = make_config("hw.runtime=torchtpu")
+    seen = software.inspect_software(config)
+    assert "torch_xla" not in {package.name for package in seen.packages}
+    fits = [replace(package, installed=package.wanted.removeprefix("==")) for package in seen.packages]
+    fits = [replace(p, installed=TORCHTPU["torch"]) if p.name == "torch" else p for p in fits]
+    ours = [package for package in fits if package.name in TORCHTPU]
+    assert len(ours) == len(TORCHTPU)
+    found = software.judge_versions(software.Software((3, 12), tuple(ours)), config)
+    assert found.verdict == "ok", found
+    assert f"torch_tpu {TORCHTPU['torch_tpu']}" in found.seen
+    missing = [replace(package, installed=None) if package.name == "torch_tpu" else package for package in ours]
+    finding = software.judge_versions(software.Software((3, 12), tuple(missing)), config)
+    assert finding.verdict == "failed"
+    assert finding.remedy.startswith("make the environment of launch/requirements-torchtpu.lock")
 
 
 # What a session with a v5e-8 exports (a user's record of 2026-08).

@@ -35,12 +35,13 @@ def test_a_run_killed_at_random_ends_as_one_left_alone(whole, tmp_path):
 
 
 @pytest.mark.skipif(not OTHER.exists(), reason="needs the environment of TorchTPU (tpu_experiments/runtime/README.md)")
-def test_a_run_of_torch_xla_goes_on_under_another_release_of_torch(whole, tmp_path):
-    """Killed in the first stage under torch 2.9, it goes on in plain torch of TorchTPU's environment."""
+@pytest.mark.parametrize("runtime", ["eager", "torchtpu"])
+def test_a_run_of_torch_xla_goes_on_under_another_release_of_torch(runtime, whole, tmp_path):
+    """Killed in the first stage under torch 2.9, it goes on in TorchTPU's environment, by its programs too."""
     left_alone, _ = whole
     moved = Run(tmp_path, left_alone.overrides)
     moved.die_after(3)
-    moved.finish("hw.runtime=eager", python=OTHER)
+    moved.finish(f"hw.runtime={runtime}", python=OTHER)
     ((step, _),) = moved.resumes
     assert 2 <= step < 8
     require_same_losses(moved, left_alone)

@@ -55,20 +55,20 @@ def hardware_problems(config: Config) -> list[str]:
         problems.append("hw.runtime=xla with hw.device=cuda; torch_xla 2.9 has no CUDA device; use hw.runtime=eager.")
     if hw.runtime == "eager" and hw.device == "tpu":
         problems.append("hw.runtime=eager with hw.device=tpu; plain torch cannot use a TPU; use hw.runtime=xla.")
-    if hw.runtime == "torchtpu" and hw.device != "tpu":
+    if hw.runtime == "torchtpu" and hw.device == "cuda":
         problems.append(
-            f"hw.runtime=torchtpu with hw.device={hw.device}; programs are lowered for TPUs alone; use hw=v6e8 or "
-            "another TPU, or hw.runtime=xla."
+            "hw.runtime=torchtpu with hw.device=cuda; its programs are for TPUs, and for a CPU to try them; use "
+            "hw.runtime=eager."
         )
     if hw.runtime == "torchtpu" and hw.parallel == "spmd" and mesh_of(hw, config.sharding).tensor > 1:
         problems.append(
             f"hw.runtime=torchtpu with sharding.mesh.tensor={config.sharding.mesh.tensor}; products split over chips "
             "are not lowered by TorchTPU yet; use sharding=fsdp or sharding=replicated, or hw.runtime=xla."
         )
-    if hw.runtime == "torchtpu" and config.task.name != "plan":
+    if hw.runtime == "torchtpu" and config.task.name != "plan" and hw.num_devices > 1:
         problems.append(
-            f"hw.runtime=torchtpu with task={config.task.name}; nothing has run on a TPU by TorchTPU yet, and only "
-            "task=plan uses it; use hw.runtime=xla."
+            f"hw.runtime=torchtpu with task={config.task.name} hw.num_devices={hw.num_devices}; its programs run "
+            "on one device so far, and only task=plan lowers those of several; use hw=v6e1, hw=cpu or hw.runtime=xla."
         )
     if hw.runtime == "torchtpu" and config.model.remat == "offload":
         problems.append(

@@ -95,8 +95,8 @@ class HwConfig:
     device: str = choice("cpu", "tpu", "cuda")
     """Kind of device the arithmetic runs on."""
     runtime: str = choice("xla", "torchtpu", "eager")
-    """`xla`: torch_xla. `torchtpu`: its successor, in an environment of its own, for task=plan. `eager`: plain torch
-    (cpu or cuda), the reference the xla runtime is tested against."""
+    """`xla`: torch_xla. `torchtpu`: its successor, in an environment of its own; on a TPU it has never run. `eager`:
+    plain torch (cpu or cuda), the reference the other two are tested against."""
     parallel: str = choice("inline", "spmd", "spawn")
     """`inline`: one device in this process. `spmd`: arrays sharded over the mesh, by one process per host (by TorchTPU
     one per device). `spawn`: one process per device, replicated, gradients summed in the graph."""

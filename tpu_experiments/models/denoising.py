@@ -20,7 +20,7 @@ from tpu_experiments.models.dropout import GOLDEN, hashed, token_words, uniform
 from tpu_experiments.models.forward import attention_input
 from tpu_experiments.models.generation import candidates, drawn_of
 from tpu_experiments.runtime.base import Batch, Runtime
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import Tensors, on_host
 
 CHOSEN, KEPT = range(2)
 """Sites of the draws of a token: which one it is, and, with random remasking, whether it is kept."""
@@ -99,7 +99,7 @@ class Denoiser:
             for number in range(1, self.num_blocks + 1):
                 batch = self.programs[bucket](batch)
                 end = min(bucket + number * block, bucket + self.max_new_tokens)
-                yield batch["ids"].cpu()[: len(prompts), bucket:end].tolist()
+                yield on_host(batch["ids"])[: len(prompts), bucket:end].tolist()
 
     def _word(self, draw: int) -> int:
         random = np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64))

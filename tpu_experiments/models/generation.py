@@ -22,7 +22,7 @@ from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.forward import attention_input, by_layer_type, in_attention_form
 from tpu_experiments.runtime.base import Batch, Runtime
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import Tensors, on_host
 
 
 class FreshCache:
@@ -292,7 +292,7 @@ class Bucket:
             yield self._written(self.decode_program(batch)["ids"], end)
 
     def _written(self, ids_BS: Tensor, num: int) -> Tensor:
-        return ids_BS.cpu()[:, self.length : self.length + num]
+        return on_host(ids_BS)[:, self.length : self.length + num]
 
     def prefill(self, batch: Batch) -> dict[str, Tensor]:
         """Compute what layers keep of prompts `ids` (B, T), and the first token after them (prefill program).

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.runtime.boxes import Box, Shape
@@ -61,6 +62,18 @@ def difference(now: Signature, *, seen: Collection[Signature], expected: Collect
             changes.setdefault(was_is, []).append(name)
     shown = "; ".join(f"{', '.join(names)} was {was_is}" for was_is, names in changes.items())
     return shown or "its inputs come in another order"
+
+
+def flattened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Flatten a result, a dataclass by its fields; return the leaves and the inverse."""
+    kind = type(out) if hasattr(out, "__dataclass_fields__") else None
+    leaves, spec = tree_flatten(vars(out) if kind else out)
+
+    def build(new: list[Any]) -> Any:
+        made = tree_unflatten(new, spec)
+        return kind(**made) if kind else made
+
+    return leaves, build
 
 
 Batch = Mapping[str, Tensor]

@@ -153,12 +153,21 @@ class Folding:
     """Number of parts that the rows of a batch are split into inside one program."""
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a program's result on the host; blocks until it is computed."""
+    return host_copy(tensor) if tensor.device.type == "meta" else tensor.cpu()
+
+
 def host_copy(tensor: Tensor) -> Tensor:
     """Return a host copy of the whole tensor.
 
     A tensor on the host is copied too. Blocks until the device is done, and compiles no program, so that it may be
     called between any two steps.
     """
+    if tensor.device.type == "meta":  # it stands for an array
+        from tpu_experiments.runtime.tpu.buffers import fetched
+
+        return fetched(tensor.detach())
     if tensor.device.type != "xla":
         return tensor.detach().to("cpu", copy=True)
     from tpu_experiments.runtime.xla.layout import gathered

@@ -30,7 +30,7 @@ from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
 from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
-from tpu_experiments.runtime.ops import python_loop, unconstrained
+from tpu_experiments.runtime.ops import on_host, python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.training.batches import first_mix, stage_rows, training_tensors, with_step_noise
@@ -198,7 +198,7 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     tensors = training_tensors(mine, stage.geometry, lr=stage.lr, mix=first_mix(trainer.config)) | everything
     output = trainer.step_program(runtime.put(tensors, rows_dim=1))
     runtime.wait()
-    report = Report(float(output.loss.cpu()), float(output.grad_norm.cpu()), first_slots(trainer.state))
+    report = Report(float(on_host(output.loss)), float(on_host(output.grad_norm)), first_slots(trainer.state))
     write_parameters(trainer, before)
     trainer.state.update(trainer.fresh_state())
     return report

@@ -32,7 +32,7 @@ from tpu_experiments.models.loss import TokenScores
 from tpu_experiments.objectives.base import Measured
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.ops import host_copy, on_host
 from tpu_experiments.training.step import ROW_TENSORS, RowLoss
 
 TEXT = "text"
@@ -110,7 +110,7 @@ class Evaluator:
                 queued[source].append(self.program(self._send(batch)))
                 num_bytes[source] += self._bytes(batch)
         self.module.train()
-        totals = {source: torch.stack([s.cpu() for s in sums]).double().sum(0) for source, sums in queued.items()}
+        totals = {source: torch.stack([on_host(s) for s in sums]).double().sum(0) for source, sums in queued.items()}
         overall = torch.stack(list(totals.values())).sum(0)
         if self.measured is not None:
             whole = self.measured.summary(overall.tolist())
@@ -135,9 +135,9 @@ class Evaluator:
         sums = self.program(self._send(batch))
         self.module.train()
         if self.measured is not None:
-            found = self.measured.summary(sums.cpu().double().tolist())
+            found = self.measured.summary(on_host(sums).double().tolist())
             return found.loss * found.num_predictions, float(found.num_predictions)
-        loss, tokens = sums.cpu().tolist()[:2]
+        loss, tokens = on_host(sums).tolist()[:2]
         return loss, tokens
 
     def _send(self, batch: HostBatch) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ class Sampler:
         for _ in range(max_new_tokens):
             batch = self.program(batch)
         self.module.train()
-        rows = batch["ids"].cpu()
+        rows = on_host(batch["ids"])
         written = [row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, kept, strict=True)]
         return [
             str(self.tokenizer.decode(_until_end(ids, self.tokenizer), skip_special_tokens=True)).strip()

@@ -24,6 +24,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
 from tpu_experiments.optim.loss_scale import LEAST
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.ops import on_host
 from tpu_experiments.training.step import StepOutput
 
 # ---- step reports -------------------------------------------------------------------------------------------
@@ -194,35 +195,35 @@ def read_reports(
     for pending in steps:
         output = pending.output
         assert output is not None
-        loss, norm = float(output.loss.cpu()), float(output.grad_norm.cpu())
+        loss, norm = float(on_host(output.loss)), float(on_host(output.grad_norm))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             rows = [label for label, value in row_losses(pending) if not math.isfinite(value)]
             scale = _value(output.loss_scale)
             skipped.append(Skipped(pending.step, pending.lr, loss, norm, pending.num_tokens, rows, scale))
             continue
         losses.append((pending.step, loss))
-        each.append(float(output.num_supervised.cpu()))
+        each.append(float(on_host(output.num_supervised)))
         supervised += each[-1]
         grad_norm, finite = norm, output
     last = steps[-1]
-    norms = [] if finite is None or finite.norms is None else finite.norms.cpu().tolist()
+    norms = [] if finite is None or finite.norms is None else on_host(finite.norms).tolist()
     tokens = sum(pending.num_tokens for pending in steps)
     arrived = time.perf_counter()
     values = (grad_norm, tokens, arrived, supervised, last.mark, norms, skipped, list(steps), each, len(carried))
     assert last.output is not None
-    shares = [] if finite is None or finite.shares is None else finite.shares.cpu().tolist()
+    shares = [] if finite is None or finite.shares is None else on_host(finite.shares).tolist()
     scale = _value(last.output.loss_scale)
     return Reading(last.step, last.lr, losses, *values, loss_scale=scale, shares=shares)
 
 
 def _value(tensor: Tensor | None) -> float | None:
-    return None if tensor is None else float(tensor.cpu())
+    return None if tensor is None else float(on_host(tensor))
 
 
 def row_losses(pending: Pending) -> list[tuple[str, float]]:
     """Return `source:row` and loss sum of this process's rows of a step, read from the device."""
     assert pending.output is not None
-    values = pending.output.row_losses_AR.cpu().flatten().tolist()
+    values = on_host(pending.output.row_losses_AR).flatten().tolist()
     return list(zip(pending.labels, values, strict=True))
 
 

@@ -86,11 +86,13 @@ def variables(hw: HwConfig) -> dict[str, str]:
     if hw.libtpu_flags:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
+    if hw.runtime == "torchtpu":
+        values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
     return values | hw.env
 
 
 def of_torchtpu() -> dict[str, str]:
-    """Return the variables of a plan by TorchTPU on a machine without a TPU."""
+    """Return the variables with which TorchTPU lowers programs without looking for a TPU."""
     return {
         "USE_TORCH_XLA": "0",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # else importing torch asks a metadata server for minutes

@@ -16,7 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.tracing import trace_interval
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.patches import require_versions
+from tpu_experiments.runtime.patches import TORCHTPU, require_versions
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.runtime.processes.stopping import Ticket, join, signals_for_children
 from tpu_experiments.runtime.processes.tether import die_with
@@ -52,6 +52,11 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
             compile_cache=cache,
             trace_every=trace_interval(config),
         )
+    if config.hw.runtime == "torchtpu":
+        require_versions(*TORCHTPU, of=TORCHTPU, lock="requirements-torchtpu.lock")
+        from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
+
+        return TorchTpuRuntime(config.hw, on_recompile=config.trainer.on_recompile)
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)

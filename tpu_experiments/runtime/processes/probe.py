@@ -1,6 +1,6 @@
 """Start the devices of a runtime, count them and add two numbers there, in a process that then ends.
 
-    python -m tpu_experiments.runtime.processes.probe xla|eager cpu|tpu|cuda
+    python -m tpu_experiments.runtime.processes.probe xla|torchtpu|eager cpu|tpu|cuda
 
 prints one line of JSON: num_devices, kind, sum, seconds; of a GPU also name, gib and has_bf16. task=doctor runs it as a
 child, because a process that has started a TPU holds it until it ends.
@@ -22,13 +22,21 @@ def main(runtime: str, device: str) -> None:
         raise_memlock()
     if runtime == "xla":
         from tpu_experiments.runtime.xla.device import devices_seen
+    elif runtime == "torchtpu":
+        from tpu_experiments.runtime.tpu.compiling import devices_seen
     else:
-        from tpu_experiments.runtime.eager import devices_seen, facts_of_gpu
+        from tpu_experiments.runtime.eager import devices_seen
     num_devices, kind, total = devices_seen(device)
     seconds = round(time.perf_counter() - started, 2)
-    facts = facts_of_gpu() if device == "cuda" else {}
+    facts = _facts_of_gpu() if device == "cuda" else {}
     found = {"num_devices": num_devices, "kind": kind, "sum": total, "seconds": seconds, **facts}
     print(json.dumps(found), flush=True)
+
+
+def _facts_of_gpu() -> dict[str, str | float | bool]:
+    from tpu_experiments.runtime.eager import facts_of_gpu
+
+    return facts_of_gpu()
 
 
 if __name__ == "__main__":

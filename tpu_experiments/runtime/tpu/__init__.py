@@ -1,1 +1,1 @@
-"""The backend of TorchTPU, torch_xla's successor: programs are lowered here; nothing has run on a TPU by it yet."""
+"""The backend of TorchTPU, torch_xla's successor: it lowers programs and jax's client runs them; on a TPU never yet."""

@@ -10,7 +10,7 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -29,6 +29,7 @@ from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, l
 from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, kind_of
 from tpu_experiments.runtime.ops import Folding, unconstrained
 from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.tpu.buffers import storage_of
 from tpu_experiments.runtime.tpu.collectives import (
     GATHER,
     SUM,
@@ -159,20 +160,103 @@ class TracingRuntime(DevicelessRuntime):
         return tensor if shape == tensor.shape else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what a placed tensor and the parameter made of it have in common."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 def argument_of(name: str, tensor: Tensor, *, alias: int | None = None) -> Argument:
     """Return a tensor of one chip as an argument of the program that every chip runs."""
     return Argument(name, tuple(tensor.shape), kind_of(tensor), (None,) * tensor.ndim, alias)
 
 
-def as_function_of(graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def function_of(
+    run: Callable[[list[Tensor]], list[Tensor]], given: Mapping[str, Tensor], *, known: Callable[[Tensor], bool]
+) -> tuple[fx.GraphModule, list[tuple[str, Tensor]], list[int]]:
+    """Trace a function that may write into tensors, as one that returns their new values first.
+
+    Args:
+        given: tensors that another call may have others for.
+        known: whether a tensor has values on the device; those that the function reads become inputs without a name.
+
+    Returns:
+        The graph, its inputs in order, and the numbers of the inputs that are written.
+
+    Raises:
+        ConfigError: the program draws by torch's own generator, or calls an operator that is not lowered here yet.
+        RuntimeError: it reads a tensor whose values nobody has, or one after writing it.
+    """
+    run([])  # what is computed once, outside a graph: layers' own graphs, and whether the head is a product
+    graph = make_fx(run, tracing_mode="real")(list(given.values()))
+    for part in graph.modules():
+        if isinstance(part, fx.GraphModule):
+            _refuse_draws(part)
+    fixed: dict[StorageWeakRef, Tensor] = {}
+    own = {storage_of(tensor) for tensor in given.values()}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(graph)
+        if isinstance(value, Tensor) and storage_of(value) not in own and known(value):
+            fixed.setdefault(storage_of(value), value.detach())
+    last = list(graph.graph.find_nodes(op="placeholder"))[-1]
+    for number, tensor in enumerate(fixed.values()):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"fixed_{number}")
+        last.meta["val"] = tensor
+    written = written_in(graph, [*given.items(), *(("", tensor) for tensor in fixed.values())])
+    read = as_function_of(graph, [*given.items(), *(("", tensor) for tensor in fixed.values())], keeps=written)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return graph, read, [inputs.index(node) for node in written]
+
+
+def _refuse_draws(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ConfigError(
+                f"hw.runtime=torchtpu; the program draws by torch's own generator ({node.target}), as a model's own "
+                "dropout does, and TorchTPU's programs have no seed yet; set it to 0, or use hw.runtime=xla."
+            )
+
+
+def written_in(graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]]) -> list[fx.Node]:
+    """Have the graph return first what it writes into its inputs; return those inputs in that order.
+
+    Raises:
+        RuntimeError: an input is read after it is written, or the value has another shape or type.
+    """
+    nodes = graph.graph.find_nodes(op="placeholder")
+    of_storage = {storage_of(tensor): node for (_, tensor), node in zip(given, nodes, strict=True)}
+    values: dict[fx.Node, Any] = {}
+    for node in list(graph.graph.nodes):
+        sources = [_source(graph, one, of_storage) for one in node.all_input_nodes]
+        if any(source in values for source in sources):
+            raise RuntimeError(f"a program reads a tensor after writing it ({node.target})")
+        if str(node.target) != "aten.copy_.default":
+            continue
+        into, value = _source(graph, node.args[0], of_storage), node.args[1]
+        old, new = into.meta["val"] if into is not None else node.args[0].meta["val"], value.meta["val"]
+        if into is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise RuntimeError(f"a program writes {tuple(new.shape)} {new.dtype} into {tuple(old.shape)} {old.dtype}")
+        values[into] = value
+        node.replace_all_uses_with(value)
+        graph.graph.erase_node(node)
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    output.args = ([*values.values(), *results],)
+    return list(values)
+
+
+def _source(graph: fx.GraphModule, node: Any, of_storage: Mapping[StorageWeakRef, fx.Node]) -> fx.Node | None:
+    """Return the input that a node is or that holds its constant's storage; None for other nodes."""
+    if node.op == "placeholder":
+        return node
+    value = operator.attrgetter(node.target)(graph) if node.op == "get_attr" else None
+    return of_storage.get(storage_of(value)) if isinstance(value, Tensor) else None
+
+
+def as_function_of(
+    graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]], *, keeps: Collection[fx.Node] = ()
+) -> list[tuple[str, Tensor]]:
     """Make the graph, in place, a function of those given tensors that it reads, on the TPU; return them.
 
     make_fx has an input for every given tensor, and holds a parameter, which shares the storage of one, as a constant.
+
+    Args:
+        keeps: inputs that stay though nothing reads them.
 
     Raises:
         ConfigError: the program calls an operator of this package that is not lowered here yet.
@@ -193,9 +277,9 @@ def as_function_of(graph: fx.GraphModule, given: Sequence[tuple[str, Tensor]]) -
     for part in graph.modules():
         if isinstance(part, fx.GraphModule):
             _on_tpu(part)
-    read = [(pair, node) for pair, node in zip(given, nodes, strict=True) if node.users]
+    read = [(pair, node) for pair, node in zip(given, nodes, strict=True) if node.users or node in keeps]
     for node in nodes:
-        if not node.users:
+        if not node.users and node not in keeps:
             graph.graph.erase_node(node)
     graph.graph.set_codegen(fx.graph.CodeGen())
     graph.recompile()

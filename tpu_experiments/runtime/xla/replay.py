@@ -24,10 +24,9 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from tpu_experiments.runtime.base import Batch, Held, OnOutput, Signature
+from tpu_experiments.runtime.base import Batch, Held, OnOutput, Signature, flattened
 
 Named = Mapping[str, Tensor]
 SEED = "(seed)"
@@ -351,18 +350,6 @@ def differs(before: Recording, now: Recording) -> str | None:
         elif old is not None and new is not None and handles_of([old]) != handles_of([new]):
             return f"another tensor of shape {tuple(new.shape)}"
     return None
-
-
-def flattened(out: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Flatten a result, a dataclass by its fields; return the leaves and the inverse."""
-    kind = type(out) if hasattr(out, "__dataclass_fields__") else None
-    leaves, spec = tree_flatten(vars(out) if kind else out)
-
-    def build(new: list[Any]) -> Any:
-        made = tree_unflatten(new, spec)
-        return kind(**made) if kind else made
-
-    return leaves, build
 
 
 def has_strays(known: Mapping[int, Tensor]) -> bool:

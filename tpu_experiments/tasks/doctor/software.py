@@ -52,10 +52,15 @@ class Software:
     packages: tuple[Package, ...]
 
 
-def inspect_software() -> Software:
+def inspect_software(config: Config) -> Software:
     """Read the installed packages' metadata; none of them is imported."""
-    wanted = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
-    wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"]
+    if config.hw.runtime == "torchtpu":  # it has a torch of its own
+        wanted = [line for line in wanted if Requirement(line).name not in PINNED]
+        wanted += project["optional-dependencies"]["torchtpu"]
+    else:
+        wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
     packages = []
     for line in wanted:
         requirement = Requirement(line)
@@ -76,16 +81,19 @@ def judge_versions(software: Software, config: Config) -> Finding:
     shown = ", ".join(
         f"{package.name} {package.installed}"
         for package in software.packages
-        if package.name in (*PINNED, *OF_A_TPU) and package.installed
+        if package.name in (*PINNED, *OF_A_TPU, "torch_tpu") and package.installed
     )
     return worst(findings or [ok(f"Python {'.'.join(map(str, software.python))}, {shown}")])
 
 
 def _judge_package(package: Package, *, hw: HwConfig, attention: str, python: tuple[int, int]) -> Finding | None:
     name, is_tpu = package.name, hw.device == "tpu"
-    if package.fits or (name in OF_A_TPU and not is_tpu) or (name == "torch_xla" and hw.runtime != "xla"):
+    needs_jax = is_tpu or hw.runtime == "torchtpu"
+    if package.fits or (name in OF_A_TPU and not needs_jax) or (name == "torch_xla" and hw.runtime != "xla"):
         return None
     seen = f"{name} {package.installed or 'is missing'} ({package.wanted} wanted)"
+    if hw.runtime == "torchtpu" and name in (*PINNED, *OF_A_TPU, "torch_tpu"):
+        return failed(seen, "make the environment of launch/requirements-torchtpu.lock (runtime/README.md)")
     if name in OF_A_TPU and package.installed is None and python >= (3, 13):
         return failed(seen, "use Python 3.11 or 3.12, or an image that brings its own libtpu: it has no wheel for 3.13")
     if name in KERNELS and (package.installed is not None or attention != "flash"):

@@ -164,7 +164,7 @@ def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
 def environment(config: Config) -> dict[str, str]:
     """Return this process's environment, with a fixed order of summation on the CPU."""
     values = dict(os.environ)
-    if config.hw.runtime == "xla" and config.hw.device == "cpu":
+    if config.hw.runtime != "eager" and config.hw.device == "cpu":
         values["XLA_FLAGS"] = f"{values.get('XLA_FLAGS', '')} {ONE_ORDER}".strip()
     return values
 

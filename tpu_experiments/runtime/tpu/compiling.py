@@ -1,0 +1,49 @@
+"""Compile StableHLO and run it by jax's client, on one device.
+
+The only file of this backend that depends on jax's internals.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Callable[[list[Any]], list[Any]]:
+    """Compile a module for a device of jax; return the function of its arguments' arrays.
+
+    Args:
+        aliases: number of the result that takes an argument's buffer, by the argument's number.
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int))
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        entry = next(op for op in module.body.operations if op.name.value == "main")
+        index = ir.IntegerType.get_signless(32)
+        attributes = [
+            {"tf.aliasing_output": ir.IntegerAttr.get(index, aliases[number])} if number in aliases else {}
+            for number in range(len(entry.type.inputs))
+        ]
+        entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
+        program = device.client.compile_and_load(module, xla_client.DeviceList((device,)), options)
+
+    def run(arrays: list[Any]) -> list[Any]:
+        found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        return [parts[0] for parts in found]
+
+    return run
+
+
+def devices_seen(device: str) -> tuple[int, str, float]:
+    """Return the number of jax's devices, their type, and 1 + 1 computed on the first; for processes/probe.py."""
+    import jax
+    import numpy as np
+
+    found = jax.devices(device)
+    one = jax.device_put(np.ones(()), found[0])
+    return len(found), found[0].platform, float(one + one)

@@ -1,0 +1,229 @@
+"""Runtime by TorchTPU on one device: programs are lowered by it (tracing.py), compiled and run by jax's client.
+
+jax drives the device, since a client of it for the CPU exists: there the same code trains, and is tested. On a TPU it
+has never run.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from tpu_experiments.config.data_schema import LoaderConfig
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.base import (
+    Batch,
+    Counters,
+    Held,
+    Info,
+    OnOutput,
+    Out,
+    Program,
+    Shape,
+    Signature,
+    UnexpectedProgram,
+    difference,
+    flattened,
+    leading_shape,
+    signature_of,
+)
+from tpu_experiments.runtime.boxes import Box
+from tpu_experiments.runtime.feed import Prefetcher
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
+from tpu_experiments.runtime.ops import Folding, unconstrained
+from tpu_experiments.runtime.processes.hosts import Hosts
+from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched
+from tpu_experiments.runtime.tpu.compiling import executable_of
+from tpu_experiments.runtime.tpu.loop import traced_loop
+from tpu_experiments.runtime.tpu.tracing import function_of, load, stablehlo_of
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+
+
+class TorchTpuRuntime:
+    """One process with one device, whose tensors are of the meta device and stand for arrays (buffers.py).
+
+    Args:
+        on_recompile: as `trainer.on_recompile`.
+    """
+
+    def __init__(self, hw: HwConfig, *, on_recompile: str) -> None:
+        import jax
+
+        self.chip = jax.devices(hw.device)[0]
+        load()
+        self.device = torch.device("meta")
+        self.rank, self.world_size, self.share = 0, 1, (0, 1)
+        self.hosts = Hosts()
+        self.num_devices = 1
+        self.max_block = hw.attention_block
+        self.loop, self.constrain = traced_loop, unconstrained
+        self.folding: Folding | None = Folding(traced_loop)
+        self.on_recompile = on_recompile
+        self.expected: dict[str, set[Shape]] = {}
+        self.count = Counters()
+        install_attention_kernel(LaterAttention() if hw.device == "tpu" else None)
+
+    def seed(self, value: int) -> None: ...
+
+    def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        BUFFERS.sweep()
+        return BUFFERS.stands_for(array_of(tensor, device=self.chip), like=tensor)
+
+    def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.place(torch.zeros(shape, dtype=dtype), name=name)
+
+    def boxes(self, tensor: Tensor) -> list[Box]:
+        return [Box.whole(tensor.shape)]
+
+    def copy_boxes(self, tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+        whole = fetched(tensor.detach())
+        return [whole[box.slices].contiguous() for box in boxes]
+
+    def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
+        return {name: self.place(tensor, name=name) for name, tensor in batch.items()}
+
+    @contextmanager
+    def feed(
+        self, batches: Iterator[tuple[Info, dict[str, Tensor]]], *, rows_dim: int, settings: LoaderConfig
+    ) -> Iterator[Iterator[tuple[Info, dict[str, Tensor]]]]:
+        with closing(Prefetcher(batches, size=settings.loader_prefetch_size)) as ahead:
+            yield ((info, self.put(batch, rows_dim=rows_dim)) for info, batch in ahead)
+
+    def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
+        return TorchTpuProgram(function, name=name, held=held, runtime=self)
+
+    def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
+        self.expected |= shapes
+
+    def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
+    def any_process(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self, tag: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def start_profile(self, folder: str) -> None:
+        import jax
+
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        import jax
+
+        jax.profiler.stop_trace()
+
+    def counters(self) -> Counters:
+        return self.count
+
+    def memory_gib(self) -> float | None:
+        return self._memory("bytes_in_use")
+
+    def peak_memory_gib(self) -> float | None:
+        return self._memory("peak_bytes_in_use")
+
+    def _memory(self, kind: str) -> float | None:
+        known = self.chip.memory_stats() or {}
+        return float(known[kind]) / GIB if kind in known else None
+
+
+class TorchTpuProgram(Generic[Out]):
+    """A function of a batch, compiled for every signature that it meets."""
+
+    def __init__(self, function: Callable[[Batch], Out], *, name: str, held: Held, runtime: TorchTpuRuntime) -> None:
+        self.function, self.name, self.held, self.runtime = function, name, held, runtime
+        self.compiled: dict[Signature, Compiled] = {}
+
+    def __call__(self, batch: Batch, *, on_output: OnOutput | None = None) -> Out:
+        signature = signature_of(batch)
+        found = self.compiled.get(signature)
+        if found is None:
+            self._require_expected(signature)
+            found = self.compiled[signature] = self._compile(batch)
+        out: Out = found.run(batch, held=self.held())
+        if on_output is not None:
+            on_output(out)
+        return out
+
+    def _require_expected(self, signature: Signature) -> None:
+        """Refuse, or warn of, a shape that `Runtime.expect` does not have.
+
+        Raises:
+            UnexpectedProgram: the shape, and trainer.on_recompile=error.
+        """
+        expected = self.runtime.expected.get(self.name)
+        if expected is None or leading_shape(signature) in expected:
+            return
+        changed = difference(signature, seen=list(self.compiled), expected=expected)
+        text = f"program {self.name} would be compiled again: {changed}"
+        if self.runtime.on_recompile == "error":
+            raise UnexpectedProgram(text)
+        log.warning("%s", text)
+        self.runtime.count.compiles_after_warmup += 1
+
+    def _compile(self, batch: Batch) -> "Compiled":
+        started = time.perf_counter()
+        given = named(batch, held=self.held())
+        outs: list[Any] = []
+
+        def run(_: list[Tensor]) -> list[Tensor]:
+            outs.append(self.function(batch))
+            leaves, _build = flattened(outs[-1])
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        graph, inputs, written = function_of(run, given, known=BUFFERS.__contains__)
+        for _, tensor in inputs:
+            BUFFERS.accept(tensor)  # tracing has written nothing
+        text = stablehlo_of(graph, [tensor for _, tensor in inputs], max_block=self.runtime.max_block)
+        traced = time.perf_counter()
+        aliases = {number: index for index, number in enumerate(written)}
+        run_on_chip = executable_of(text, aliases=aliases, device=self.runtime.chip)
+        self.runtime.count.num_compiles += 1
+        self.runtime.count.trace_seconds += traced - started
+        self.runtime.count.compile_seconds += time.perf_counter() - traced
+        return Compiled(run_on_chip, inputs, written, outs[-1])
+
+
+def named(batch: Batch, *, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a call by `held/<name>` and `batch/<name>`."""
+    return {**{f"held/{name}": t for name, t in held.items()}, **{f"batch/{name}": t for name, t in batch.items()}}
+
+
+class Compiled:
+    """One compiled program with its inputs and results.
+
+    Args:
+        inputs: (`held/<name>`, `batch/<name>` or empty, tensor) in order; those without a name are the same in every
+            call.
+        written: numbers of the inputs whose new values are the first results.
+        out: a result of the function, whose tensors have no values.
+    """
+
+    def __init__(
+        self,
+        run_on_chip: Callable[[list[Any]], list[Any]],
+        inputs: Sequence[tuple[str, Tensor]],
+        written: Sequence[int],
+        out: Any,
+    ) -> None:
+        self.run_on_chip, self.inputs, self.written, self.out = run_on_chip, inputs, written, out
+
+    def run(self, batch: Batch, *, held: Mapping[str, Tensor]) -> Any:
+        """Queue the program, and return its result."""
+        now = named(batch, held=held)
+        tensors = [now[name] if name else fixed for name, fixed in self.inputs]
+        results = self.run_on_chip([BUFFERS[tensor] for tensor in tensors])
+        for number, array in zip(self.written, results, strict=False):
+            BUFFERS[tensors[number]] = array
+        arrays = iter(results[len(self.written) :])
+        leaves, build = flattened(self.out)
+        return build([BUFFERS.stands_for(next(arrays), like=x) if isinstance(x, Tensor) else x for x in leaves])
