@@ -45,7 +45,9 @@ def main(pyproject: Path = PYPROJECT) -> int:
 
     0: complete; 1: pip failed or changed a package it had to keep; 2: the image's torch or torch_xla does not fit.
     """
-    lines = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    backend = project["optional-dependencies"]["xla"]
+    lines = [*backend, *(line for line in project["dependencies"] if Requirement(line).name not in NEEDED)]
     versions = {Requirement(line).name: installed(Requirement(line).name) for line in lines}
     others = unfit([line for line in lines if Requirement(line).name in NEEDED], versions)
     if others:

@@ -34,7 +34,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 def wanted() -> list[str]:
     """Of the environment of torch_xla; that of TorchTPU has a lock of its own."""
     extras = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "torchtpu"}
-    return [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
+    lines = [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
+    return [line for line in lines if not line.startswith("tpu_experiments[")]
 
 
 def lock_entries() -> list[str]:
@@ -96,7 +97,19 @@ def test_the_lock_names_no_address() -> None:
 @pytest.mark.parametrize("name", ["torch", "torch_xla"])
 def test_torch_and_torch_xla_are_pinned_together(name: str, python: str) -> None:
     assert [str(e.specifier) for e in locked(name, python=python)] == ["==2.9.0"]
-    assert any(re.match(rf"{name}==2\.9\.0$", line) for line in PROJECT["dependencies"])
+    assert any(re.match(rf"{name}==2\.9\.0$", line) for line in PROJECT["optional-dependencies"]["xla"])
+
+
+def test_the_two_backends_exclude_each_other() -> None:
+    ours, theirs = (
+        next(r for r in map(Requirement, PROJECT["optional-dependencies"][extra]) if r.name == "torch")
+        for extra in ("xla", "torchtpu")
+    )
+    (pin,) = ours.specifier
+    assert not theirs.specifier.contains(pin.version)
+    common = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch")
+    assert common.specifier.contains(pin.version)
+    assert common.specifier.contains(TORCHTPU["torch"])
 
 
 @pytest.mark.parametrize(("python", "count"), [("3.11", 1), ("3.12", 1), ("3.13", 0)])

@@ -35,8 +35,10 @@ def image(tmp_path: Path) -> Checkout:
 
 
 def add(image: Checkout, *dependencies: str) -> subprocess.CompletedProcess[str]:
-    listed = ", ".join(f'"{line}"' for line in dependencies)
-    (image.root / "pyproject.toml").write_text(f"[project]\ndependencies = [{listed}]\n")
+    of_backend = [line for line in dependencies if line.startswith("torch")]
+    others = ["torch>=2.8", *(line for line in dependencies if line not in of_backend)]
+    text = f"[project]\ndependencies = {others}\noptional-dependencies.xla = {of_backend}\n"
+    (image.root / "pyproject.toml").write_text(text)
     command = [str(image.venv / "bin" / "python"), str(image.root / "launch" / "add_missing.py")]
     return subprocess.run(command, env=image.environ(), capture_output=True, text=True, check=False)
 

@@ -211,10 +211,14 @@ def records_of(folder: Path) -> dict[tuple[int, str], float]:
 
 
 def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
+    kept = f"hw.compile_cache={tmp_path / 'programs'}"
     for runtime in ("eager", "torchtpu"):
-        done = run(tmp_path, *SMOKE, f"hw.runtime={runtime}", f"name={runtime}")
+        done = run(tmp_path, *SMOKE, kept, f"hw.runtime={runtime}", f"name={runtime}")
         assert done.returncode == 0, done.stderr[-3000:]
-    assert "4 compiled, 0 after warm-up" in done.stdout
+    assert "4 compiled, 0 after warm-up; of the compile cache 0 hits, 4 misses" in done.stdout
+    again = run(tmp_path, *SMOKE, kept, "hw.runtime=torchtpu", "name=again")
+    assert "0 compiled, 0 after warm-up; of the compile cache 4 hits, 0 misses" in again.stdout
+    assert records_of(tmp_path / "again") == records_of(tmp_path / "torchtpu")
     plain, ours = (records_of(tmp_path / runtime) for runtime in ("eager", "torchtpu"))
     assert ours.keys() == plain.keys()
     assert len(ours) > 10

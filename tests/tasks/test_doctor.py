@@ -192,7 +192,10 @@ def test_disk_and_compile_cache(make_config):
     verdict, said = verdict_of(places.judge_disk((closed,), config))
     assert (verdict, "the run: /a takes no file (Read-only file system) | name another" in said) == ("failed", True)
     assert places.judge_compile_cache(places.CacheFolder("/c", False), config).verdict == "failed"
-    assert "7 programs" in places.judge_compile_cache(places.CacheFolder("/c", True, 7), config).seen
+    kept = places.CacheFolder("/c", True, 7)
+    assert "7 programs" in places.judge_compile_cache(kept, config).seen
+    assert places.judge_compile_cache(kept, config).verdict == "warning"
+    assert places.judge_compile_cache(kept, make_config("hw.runtime=torchtpu")).verdict == "ok"
     assert places.judge_compile_cache(places.CacheFolder(None), config).verdict == "ok"
 
 

@@ -78,12 +78,16 @@ def test_a_run_that_resumes_from_a_checkpoint_finds_its_programs(tmp_path):
         (["hw=v6e8", "hw.compile_cache=/disk/programs", "hw.parallel=spawn"], "/disk/programs/3"),
         (["hw=cpu", "hw.compile_cache=/disk/programs"], "/disk/programs"),
         (["hw=cpu", "hw.compile_cache=/disk/programs", "hw.runtime=eager"], None),
+        (["hw=cpu", "hw.runtime=torchtpu"], None),
+        (["hw=v6e1", "hw.runtime=torchtpu"], "/cache/tpu_experiments/compile_cache"),
+        (["hw=v6e1", "hw.runtime=torchtpu", "hw.compile_cache=none"], None),
     ],
 )
-def test_where_programs_are_kept(overrides, folder):
+def test_where_programs_are_kept(overrides, folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert compile_cache_folder(composed(*overrides), process=3) == folder
 
 
 def test_a_bucket_is_refused():
-    with pytest.raises(ConfigError, match=r"hw.compile_cache=gs://bucket/programs; torch_xla reads"):
+    with pytest.raises(ConfigError, match=r"hw.compile_cache=gs://bucket/programs; programs are read and written"):
         composed("hw.compile_cache=gs://bucket/programs")

@@ -89,8 +89,8 @@ def hardware_problems(config: Config) -> list[str]:
         )
     if "://" in hw.compile_cache:
         problems.append(
-            f"hw.compile_cache={hw.compile_cache}; torch_xla reads and writes files of this machine only; name a local "
-            "folder, or use hw.compile_cache=none."
+            f"hw.compile_cache={hw.compile_cache}; programs are read and written on this machine alone; name a "
+            "local folder, or use hw.compile_cache=none."
         )
     return problems + _hosts(config)
 

@@ -109,11 +109,15 @@ def compile_cache_folder(config: Config, *, process: int) -> str | None:
 def compile_cache_root(config: Config) -> str | None:
     """Return the persistent compile cache's folder of all processes; None where the cache is off.
 
-    `auto` is off: torch_xla 2.9.0 calls a function of its client, DeserializeExecutable, that neither the CPU's nor the
-    TPU's has (github.com/pytorch/xla/issues/9094, open), so what it writes is never read.
+    `auto` is off for torch_xla: 2.9.0 calls a function of its client, DeserializeExecutable, that neither the CPU's nor
+    the TPU's has (github.com/pytorch/xla/issues/9094, open), so what it writes is never read. jax's client, which runs
+    TorchTPU's programs, has it: on a TPU `auto` keeps them.
     """
-    chosen = config.hw.compile_cache
-    return None if chosen in ("auto", "none") or config.hw.runtime != "xla" else chosen
+    hw, chosen = config.hw, config.hw.compile_cache
+    if chosen == "auto" and hw.runtime == "torchtpu" and hw.device == "tpu":
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return os.path.join(cache, "tpu_experiments", "compile_cache")
+    return None if chosen in ("auto", "none") or hw.runtime == "eager" else chosen
 
 
 def tpu_present() -> bool:

@@ -56,7 +56,8 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
         require_versions(*TORCHTPU, of=TORCHTPU, lock="requirements-torchtpu.lock")
         from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
 
-        return TorchTpuRuntime(config.hw, on_recompile=config.trainer.on_recompile)
+        cache = compile_cache_folder(config, process=process)
+        return TorchTpuRuntime(config.hw, on_recompile=config.trainer.on_recompile, compile_cache=cache)
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)

@@ -3,8 +3,11 @@
 The only file of this backend that depends on jax's internals.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from tpu_experiments.runtime.base import CompileCache
 
 
 def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Callable[[list[Any]], list[Any]]:
@@ -30,13 +33,40 @@ def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Call
             for number in range(len(entry.type.inputs))
         ]
         entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-        program = device.client.compile_and_load(module, xla_client.DeviceList((device,)), options)
+        devices = np.array([device], dtype=object)
+        chosen = xla_client.DeviceList((device,))
+        program = compiler.compile_or_get_cached(device.client, module, devices, options, [], chosen)
 
     def run(arrays: list[Any]) -> list[Any]:
         found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()
         return [parts[0] for parts in found]
 
     return run
+
+
+def cache_in(folder: str) -> CompileCache:
+    """Have jax keep the programs that this process compiles in a folder, and load those that are there.
+
+    Returns:
+        Hits and misses, which count up.
+    """
+    import jax
+
+    os.makedirs(folder, exist_ok=True)
+    for name, value in (
+        ("jax_compilation_cache_dir", folder),
+        ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(name, value)
+    cache = CompileCache(folder)
+
+    def count(event: str, **_: Any) -> None:
+        cache.hits += event == "/jax/compilation_cache/cache_hits"
+        cache.misses += event == "/jax/compilation_cache/cache_misses"
+
+    jax.monitoring.register_event_listener(count)
+    return cache
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:

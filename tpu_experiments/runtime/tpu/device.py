@@ -38,7 +38,7 @@ from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
 from tpu_experiments.runtime.ops import Folding, unconstrained
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched
-from tpu_experiments.runtime.tpu.compiling import executable_of
+from tpu_experiments.runtime.tpu.compiling import cache_in, executable_of
 from tpu_experiments.runtime.tpu.loop import traced_loop
 from tpu_experiments.runtime.tpu.tracing import function_of, load, stablehlo_of
 
@@ -51,12 +51,14 @@ class TorchTpuRuntime:
 
     Args:
         on_recompile: as `trainer.on_recompile`.
+        compile_cache: folder of compiled programs, or None.
     """
 
-    def __init__(self, hw: HwConfig, *, on_recompile: str) -> None:
+    def __init__(self, hw: HwConfig, *, on_recompile: str, compile_cache: str | None = None) -> None:
         import jax
 
         self.chip = jax.devices(hw.device)[0]
+        self.cache = None if compile_cache is None else cache_in(compile_cache)
         load()
         self.device = torch.device("meta")
         self.rank, self.world_size, self.share = 0, 1, (0, 1)
@@ -67,7 +69,7 @@ class TorchTpuRuntime:
         self.folding: Folding | None = Folding(traced_loop)
         self.on_recompile = on_recompile
         self.expected: dict[str, set[Shape]] = {}
-        self.count = Counters()
+        self.count = Counters(cache=self.cache)
         install_attention_kernel(LaterAttention() if hw.device == "tpu" else None)
 
     def seed(self, value: int) -> None: ...
@@ -186,8 +188,10 @@ class TorchTpuProgram(Generic[Out]):
         text = stablehlo_of(graph, [tensor for _, tensor in inputs], max_block=self.runtime.max_block)
         traced = time.perf_counter()
         aliases = {number: index for index, number in enumerate(written)}
+        hits = 0 if self.runtime.cache is None else self.runtime.cache.hits
         run_on_chip = executable_of(text, aliases=aliases, device=self.runtime.chip)
-        self.runtime.count.num_compiles += 1
+        is_new = self.runtime.cache is None or self.runtime.cache.hits == hits
+        self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started
         self.runtime.count.compile_seconds += time.perf_counter() - traced
         return Compiled(run_on_chip, inputs, written, outs[-1])

@@ -55,11 +55,10 @@ class Software:
 def inspect_software(config: Config) -> Software:
     """Read the installed packages' metadata; none of them is imported."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    wanted = project["dependencies"]
-    if config.hw.runtime == "torchtpu":  # it has a torch of its own
-        wanted = [line for line in wanted if Requirement(line).name not in PINNED]
-        wanted += project["optional-dependencies"]["torchtpu"]
-    else:
+    backend = "torchtpu" if config.hw.runtime == "torchtpu" else "xla"
+    wanted = [line for line in project["dependencies"] if Requirement(line).name not in PINNED]
+    wanted += project["optional-dependencies"][backend]
+    if backend == "xla":
         wanted += [line for line in _requires("torch_xla") if Requirement(line).name in OF_A_TPU]
     packages = []
     for line in wanted:
