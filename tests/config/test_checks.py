@@ -200,7 +200,7 @@ CASES = {
     ),
     "training by TorchTPU on eight chips": (
         ["hw=v6e8", "hw.runtime=torchtpu"],
-        ["hw.runtime=torchtpu with task=train hw.num_devices=8; its programs run on one device so far, "],
+        ["hw.runtime=torchtpu with task=train hw.num_devices=8 hw.parallel=spmd; its programs run on one TPU chip so "],
     ),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),

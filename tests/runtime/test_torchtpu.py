@@ -226,6 +226,17 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
         assert ours[name] == pytest.approx(value, rel=1e-5), name
 
 
+def test_two_processes_train_as_one_in_plain_torch(tmp_path: Path) -> None:
+    on_two = ("hw.runtime=torchtpu", "hw.parallel=spawn", "hw.num_devices=2")
+    for name, words in (("one", ("hw.runtime=eager",)), ("two", on_two)):
+        done = run(tmp_path, *SMOKE, *words, f"name={name}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    plain, ours = (records_of(tmp_path / name) for name in ("one", "two"))
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        assert ours[name] == pytest.approx(value, rel=1e-5), name
+
+
 def test_values_come_from_programs_alone() -> None:
     buffers = Buffers()
     tensor = buffers.stands_for(np.arange(6.0, dtype=np.float32), like=torch.empty(2, 3))

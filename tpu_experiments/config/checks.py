@@ -65,10 +65,12 @@ def hardware_problems(config: Config) -> list[str]:
             f"hw.runtime=torchtpu with sharding.mesh.tensor={config.sharding.mesh.tensor}; products split over chips "
             "are not lowered by TorchTPU yet; use sharding=fsdp or sharding=replicated, or hw.runtime=xla."
         )
-    if hw.runtime == "torchtpu" and config.task.name != "plan" and hw.num_devices > 1:
+    is_run = hw.runtime == "torchtpu" and config.task.name != "plan"
+    if is_run and hw.num_devices > 1 and (hw.parallel != "spawn" or hw.device != "cpu"):
         problems.append(
-            f"hw.runtime=torchtpu with task={config.task.name} hw.num_devices={hw.num_devices}; its programs run "
-            "on one device so far, and only task=plan lowers those of several; use hw=v6e1, hw=cpu or hw.runtime=xla."
+            f"hw.runtime=torchtpu with task={config.task.name} hw.num_devices={hw.num_devices} "
+            f"hw.parallel={hw.parallel}; its programs run on one TPU chip so far, or on several devices of a CPU, "
+            "and only task=plan lowers those of several; use hw=v6e1, hw=cpu hw.parallel=spawn or hw.runtime=xla."
         )
     if hw.runtime == "torchtpu" and config.model.remat == "offload":
         problems.append(

@@ -1,20 +1,21 @@
-"""Compile StableHLO and run it by jax's client, on one device.
+"""Compile StableHLO and run it by jax's client, on one device of this process.
 
 The only file of this backend that depends on jax's internals.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpu_experiments.runtime.base import CompileCache
 
 
-def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Callable[[list[Any]], list[Any]]:
-    """Compile a module for a device of jax; return the function of its arguments' arrays.
+def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    """Compile a module for devices of jax; return the function of its arguments' arrays on this process's device.
 
     Args:
         aliases: number of the result that takes an argument's buffer, by the argument's number.
+        devices: those of all processes, one each; every one runs the program of its process.
     """
     import numpy as np
     from jax._src import compiler
@@ -22,8 +23,8 @@ def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Call
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int))
-    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    ids = np.array([device.id for device in devices]).reshape(-1, 1)
+    options = compiler.get_compile_options(num_replicas=len(devices), num_partitions=1, device_assignment=ids)
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         entry = next(op for op in module.body.operations if op.name.value == "main")
@@ -33,9 +34,8 @@ def executable_of(text: str, *, aliases: Mapping[int, int], device: Any) -> Call
             for number in range(len(entry.type.inputs))
         ]
         entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-        devices = np.array([device], dtype=object)
-        chosen = xla_client.DeviceList((device,))
-        program = compiler.compile_or_get_cached(device.client, module, devices, options, [], chosen)
+        every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
+        program = compiler.compile_or_get_cached(devices[0].client, module, every, options, [], chosen)
 
     def run(arrays: list[Any]) -> list[Any]:
         found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()

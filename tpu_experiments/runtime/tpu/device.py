@@ -1,20 +1,24 @@
-"""Runtime by TorchTPU on one device: programs are lowered by it (tracing.py), compiled and run by jax's client.
+"""Runtime by TorchTPU: programs are lowered by it (tracing.py), compiled and run by jax's client.
 
 jax drives the device, since a client of it for the CPU exists: there the same code trains, and is tested. On a TPU it
-has never run.
+has never run. In `spawn` every process has one device and runs its own program on its rows; sums over all devices are
+in the programs.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Generic
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.base import (
     Batch,
     Counters,
@@ -38,6 +42,7 @@ from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
 from tpu_experiments.runtime.ops import Folding, unconstrained
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched
+from tpu_experiments.runtime.tpu.collectives import sum_over_chips
 from tpu_experiments.runtime.tpu.compiling import cache_in, executable_of
 from tpu_experiments.runtime.tpu.loop import traced_loop
 from tpu_experiments.runtime.tpu.tracing import function_of, load, stablehlo_of
@@ -49,6 +54,8 @@ GIB = 2**30
 class TorchTpuRuntime:
     """One process with one device, whose tensors are of the meta device and stand for arrays (buffers.py).
 
+    It is `rank` of `world_size` where torch.distributed is initialised, which carries what is no program's.
+
     Args:
         on_recompile: as `trainer.on_recompile`.
         compile_cache: folder of compiled programs, or None.
@@ -57,13 +64,18 @@ class TorchTpuRuntime:
     def __init__(self, hw: HwConfig, *, on_recompile: str, compile_cache: str | None = None) -> None:
         import jax
 
-        self.chip = jax.devices(hw.device)[0]
+        distributed = dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        if self.world_size > 1:
+            jax.distributed.initialize(f"127.0.0.1:{agreed_port()}", self.world_size, self.rank)
+        self.chips = sorted(jax.devices(hw.device), key=lambda chip: chip.process_index)
+        self.chip = jax.local_devices(backend=hw.device)[0]
         self.cache = None if compile_cache is None else cache_in(compile_cache)
         load()
         self.device = torch.device("meta")
-        self.rank, self.world_size, self.share = 0, 1, (0, 1)
+        self.share = self.rank, self.world_size
         self.hosts = Hosts()
-        self.num_devices = 1
+        self.num_devices, self.mesh = hw.num_devices, Mesh(fsdp=hw.num_devices)
         self.max_block = hw.attention_block
         self.loop, self.constrain = traced_loop, unconstrained
         self.folding: Folding | None = Folding(traced_loop)
@@ -105,12 +117,17 @@ class TorchTpuRuntime:
         self.expected |= shapes
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
+        return tensors if self.world_size == 1 else sum_over_chips(tensors)
 
     def any_process(self, flag: bool) -> bool:
-        return flag
+        if self.world_size == 1:
+            return flag
+        votes = torch.tensor([float(flag)])
+        dist.all_reduce(votes)
+        return bool(votes.item() > 0)
 
-    def barrier(self, tag: str) -> None: ...
+    def barrier(self, tag: str) -> None:
+        self.any_process(False)  # torch's own barrier asks for the device that TorchTPU has registered
 
     def wait(self) -> None: ...
 
@@ -136,6 +153,17 @@ class TorchTpuRuntime:
     def _memory(self, kind: str) -> float | None:
         known = self.chip.memory_stats() or {}
         return float(known[kind]) / GIB if kind in known else None
+
+
+def agreed_port() -> int:
+    """Return a free port of this machine, the same in all processes."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            found = [probe.getsockname()[1]]
+    dist.broadcast_object_list(found)
+    return int(found[0])
 
 
 class TorchTpuProgram(Generic[Out]):
@@ -185,11 +213,12 @@ class TorchTpuProgram(Generic[Out]):
         graph, inputs, written = function_of(run, given, known=BUFFERS.__contains__)
         for _, tensor in inputs:
             BUFFERS.accept(tensor)  # tracing has written nothing
-        text = stablehlo_of(graph, [tensor for _, tensor in inputs], max_block=self.runtime.max_block)
+        like = [tensor for _, tensor in inputs]
+        text = stablehlo_of(graph, like, max_block=self.runtime.max_block, mesh=self.runtime.mesh)
         traced = time.perf_counter()
         aliases = {number: index for index, number in enumerate(written)}
         hits = 0 if self.runtime.cache is None else self.runtime.cache.hits
-        run_on_chip = executable_of(text, aliases=aliases, device=self.runtime.chip)
+        run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips)
         is_new = self.runtime.cache is None or self.runtime.cache.hits == hits
         self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started
