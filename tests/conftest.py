@@ -36,6 +36,15 @@ REPOSITORY = Path(__file__).parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
+NEED_TORCH_XLA = (
+    *("models/generation/test_tpu_programs.py", "models/test_encoders.py", "models/test_longformer.py"),
+    *("models/test_xlstm.py", "objectives/test_masked.py", "objectives/test_replaced_token.py"),
+    *("planning/test_compiled.py", "quantisation/test_grid.py", "training/test_step.py", "runtime/test_baked.py"),
+    *("runtime/test_closures.py", "runtime/test_replay.py", "runtime/test_xla_attention.py"),
+    *("runtime/test_xla_programs.py", "runtime/test_xla_replay.py", "export/test_gguf.py"),
+)
+"""Files that import torch_xla, or the extra export; left out in TorchTPU's environment, which has neither."""
+collect_ignore = [] if find_spec("torch_xla") else list(NEED_TORCH_XLA)
 QUICK = ("logging", "metrics", "optim", "test_house_rules.py", "test_layers.py", "test_manuals.py")
 """Files and folders of the inner loop (`pytest -m quick`), 65 s of CPU; tests on torch_xla are left out."""
 

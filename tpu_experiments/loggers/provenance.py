@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (
-    "torch", "torch_xla", "libtpu", "jaxlib", "transformers", "tokenizers", "datasets", "safetensors", "hydra-core",
-    "omegaconf", "numpy",
+    "torch", "torch_xla", "torch_tpu", "libtpu", "jaxlib", "transformers", "tokenizers", "datasets", "safetensors",
+    "hydra-core", "omegaconf", "numpy",
 )  # fmt: skip
 
 

@@ -234,6 +234,11 @@ class Runtime(Protocol):
         """Return the peak of device memory in GiB since the start; None where the device does not report it."""
 
 
+def device_name(runtime: Runtime) -> str:
+    """Return the name of a runtime's device; by TorchTPU it is jax's, since the tensors have none."""
+    return str(getattr(runtime, "chip", runtime.device))
+
+
 class Program(Protocol[Result]):
     """A compiled function of a batch."""
 

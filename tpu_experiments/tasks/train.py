@@ -24,7 +24,7 @@ from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, start_thread_log, stop_run_log, stop_thread_log
 from tpu_experiments.metrics.goodput import Stopwatch
-from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.base import Runtime, device_name
 from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import lease, retry
@@ -275,7 +275,7 @@ def make_outputs(
     Args:
         share: runs that share the machine's price.
     """
-    facts = provenance(config, device=str(runtime.device), argv=argv)
+    facts = provenance(config, device=device_name(runtime), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
     estimates = plan_estimates(config, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None

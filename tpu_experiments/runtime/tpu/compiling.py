@@ -24,7 +24,10 @@ def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[An
     from jax._src.lib.mlir import ir
 
     ids = np.array([device.id for device in devices]).reshape(-1, 1)
-    options = compiler.get_compile_options(num_replicas=len(devices), num_partitions=1, device_assignment=ids)
+    client = devices[0].client
+    options = compiler.get_compile_options(
+        num_replicas=len(devices), num_partitions=1, device_assignment=ids, backend=client
+    )
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         entry = next(op for op in module.body.operations if op.name.value == "main")
@@ -35,7 +38,7 @@ def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[An
         ]
         entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
         every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
-        program = compiler.compile_or_get_cached(devices[0].client, module, every, options, [], chosen)
+        program = compiler.compile_or_get_cached(client, module, every, options, [], chosen)
 
     def run(arrays: list[Any]) -> list[Any]:
         found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()

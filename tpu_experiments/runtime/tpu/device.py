@@ -68,8 +68,9 @@ class TorchTpuRuntime:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         if self.world_size > 1:
             jax.distributed.initialize(f"127.0.0.1:{agreed_port()}", self.world_size, self.rank)
-        self.chips = sorted(jax.devices(hw.device), key=lambda chip: chip.process_index)
         self.chip = jax.local_devices(backend=hw.device)[0]
+        every = sorted(jax.devices(hw.device), key=lambda chip: chip.process_index)
+        self.chips = every if self.world_size > 1 else [self.chip]
         self.cache = None if compile_cache is None else cache_in(compile_cache)
         load()
         self.device = torch.device("meta")

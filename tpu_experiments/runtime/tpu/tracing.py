@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -305,7 +305,7 @@ def _on_tpu(graph: fx.GraphModule) -> None:
 def load() -> None:
     """Load TorchTPU, which gives torch the device `tpu`, as on a machine without one."""
     os.environ.update({name: os.environ.get(name, value) for name, value in NO_TPU.items()})
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         from torch_tpu import _loader
 
@@ -363,6 +363,8 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         )
 
     like = [tpu_torch_compile.placeholder(list(t.shape), t.dtype, False) for t in inputs]
-    with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
-        outputs = tensors_of(Interpreter(graph).run(*like))
-        return tpu_torch_compile.build_mlir(outputs, like)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that its names are experimental
+        with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
+            outputs = tensors_of(Interpreter(graph).run(*like))
+            return tpu_torch_compile.build_mlir(outputs, like)

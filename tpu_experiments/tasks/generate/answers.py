@@ -212,7 +212,7 @@ class Answers:
         programs = f"{num} programs compiled, {self.decoder.num_programs} needed (buckets {buckets})"
         if self.runtime is None:
             programs = "no programs: llama.cpp"
-        elif self.runtime.device.type != "xla":
+        elif self.runtime.device.type in ("cpu", "cuda"):
             programs = f"no programs: plain torch (buckets {buckets})"
         return (
             f"{self.num_answers} answers, {self.num_tokens} tokens in {seconds:.2f} s beside compilation: "

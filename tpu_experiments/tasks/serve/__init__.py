@@ -12,7 +12,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ServeTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.models.frozen import without_effect
-from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
+from tpu_experiments.runtime.base import Runtime, UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answers
@@ -77,7 +77,7 @@ def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers]
         return _with_base(models, texts, config, task, runtime=None)
     runtime = make_runtime(config)
     decoder = decoder_of(runtime, origin, source, task=task, num_rows=1, seed=config.seed)
-    log.info("%s of model %s on %s", origin.text, origin.config.model.name, runtime.device)
+    log.info("%s of model %s on %s", origin.text, origin.config.model.name, device_name(runtime))
     if is_base:
         return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
     models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
