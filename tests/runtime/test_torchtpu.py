@@ -25,8 +25,11 @@ from tpu_experiments.runtime.ops import Folding, Loop, python_loop
 if find_spec("torch_tpu") is None:
     pytest.skip("needs torch_tpu, in an environment of its own (launch/README.md)", allow_module_level=True)
 
+from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.lowered import Lowered
-from tpu_experiments.runtime.tpu.buffers import Buffers
+from tpu_experiments.runtime.ops import host_copy, on_host
+from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers
+from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
 from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of, function_of
 from tpu_experiments.tasks.plan import programs
 
@@ -252,6 +255,38 @@ def test_values_come_from_programs_alone() -> None:
     del tensor
     buffers.sweep()
     assert not buffers._arrays
+
+
+def test_a_program_writes_in_place_and_keeps_no_old_values() -> None:
+    runtime = TorchTpuRuntime(composed("hw=cpu", "hw.runtime=torchtpu").hw, on_recompile="error")
+    held = {"x": runtime.place(torch.arange(4.0), name="x")}
+    base = runtime.place(torch.full((4,), 10.0), name="base")
+
+    def step(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        total = (held["x"] * batch["ids"]).sum()
+        held["x"].copy_(held["x"] + base)
+        return {"total": total}
+
+    program = runtime.program(step, name="add", held=lambda: held)
+    runtime.expect({"add": {(4,)}})
+    totals, sizes = [], []
+    for number in range(4):
+        batch = runtime.put({"ids": torch.full((4,), float(number))}, rows_dim=0)
+        totals.append(float(on_host(program(batch)["total"])))
+        runtime.place(torch.zeros(1), name="")  # placing frees what is gone
+        sizes.append(len(BUFFERS._arrays))
+    # 0 + 1 + 2 + 3, and 40 more in every step
+    assert totals == [0.0, 46.0, 2 * 86.0, 3 * 126.0]
+    assert host_copy(held["x"]).tolist() == [40.0, 41.0, 42.0, 43.0]
+    assert sizes[1:] == sizes[1:2] * 3
+    assert runtime.counters().num_compiles == 1
+    held["x"] = runtime.place(torch.zeros(4), name="x")  # as a fresh optimizer replaces its state
+    program(runtime.put({"ids": torch.ones(4)}, rows_dim=0))
+    assert host_copy(held["x"]).tolist() == [10.0] * 4
+    with pytest.raises(UnexpectedProgram, match=r"program add would be compiled again: ids was 4 float32 and is 8"):
+        program(runtime.put({"ids": torch.ones(8)}, rows_dim=0))
+    whole = runtime.place(torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), name="y")
+    assert torch.equal(host_copy(whole.T[1:]), torch.tensor([[1, 4], [2, 5]], dtype=torch.bfloat16))
 
 
 def test_a_program_that_reads_what_it_wrote_is_refused() -> None:

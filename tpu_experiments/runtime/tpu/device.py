@@ -224,7 +224,9 @@ class TorchTpuProgram(Generic[Out]):
         self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started
         self.runtime.count.compile_seconds += time.perf_counter() - traced
-        return Compiled(run_on_chip, inputs, written, outs[-1])
+        # Tensors of this call are not kept, or their values would stay on the device.
+        fixed = [(name, None if name else tensor) for name, tensor in inputs]
+        return Compiled(run_on_chip, fixed, written, outs[-1])
 
 
 def named(batch: Batch, *, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,7 +238,7 @@ class Compiled:
     """One compiled program with its inputs and results.
 
     Args:
-        inputs: (`held/<name>`, `batch/<name>` or empty, tensor) in order; those without a name are the same in every
+        inputs: in order, (`held/<name>` or `batch/<name>`, None), or ("", tensor) of those that are the same in every
             call.
         written: numbers of the inputs whose new values are the first results.
         out: a result of the function, whose tensors have no values.
@@ -245,7 +247,7 @@ class Compiled:
     def __init__(
         self,
         run_on_chip: Callable[[list[Any]], list[Any]],
-        inputs: Sequence[tuple[str, Tensor]],
+        inputs: Sequence[tuple[str, Tensor | None]],
         written: Sequence[int],
         out: Any,
     ) -> None:
@@ -254,7 +256,7 @@ class Compiled:
     def run(self, batch: Batch, *, held: Mapping[str, Tensor]) -> Any:
         """Queue the program, and return its result."""
         now = named(batch, held=held)
-        tensors = [now[name] if name else fixed for name, fixed in self.inputs]
+        tensors = [now[name] if fixed is None else fixed for name, fixed in self.inputs]
         results = self.run_on_chip([BUFFERS[tensor] for tensor in tensors])
         for number, array in zip(self.written, results, strict=False):
             BUFFERS[tensors[number]] = array
