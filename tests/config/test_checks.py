@@ -186,10 +186,6 @@ CASES = {
         ["hw=gpu", "hw.runtime=torchtpu"],
         ["hw.runtime=torchtpu with hw.device=cuda; its programs are for TPUs, and for a CPU to try them; "],
     ),
-    "split products by TorchTPU": (
-        ["task=plan", "hw=v6e8", "hw.runtime=torchtpu", "sharding=fsdp_tensor"],
-        ["hw.runtime=torchtpu with sharding.mesh.tensor=", "use sharding=fsdp or sharding=replicated"],
-    ),
     "a table of another compiler": (
         ["task=plan", "hw=v6e8", "task.libtpu=.venv-torchtpu", "task.search.table=fast.yaml"],
         ["task.libtpu=.venv-torchtpu with task.search.table=fast.yaml; the table holds settings for"],
@@ -198,9 +194,9 @@ CASES = {
         ["task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.remat=offload"],
         ["model.remat=offload with hw.runtime=torchtpu; "],
     ),
-    "training by TorchTPU on eight chips": (
-        ["hw=v6e8", "hw.runtime=torchtpu"],
-        ["hw.runtime=torchtpu with task=train hw.num_devices=8 hw.parallel=spmd; its programs run on one TPU chip so "],
+    "training by TorchTPU in processes": (
+        ["hw=v6e8", "hw.runtime=torchtpu", "hw.parallel=spawn"],
+        ["hw.runtime=torchtpu with hw.parallel=spawn; on a TPU one process drives all chips; use hw.parallel=spmd."],
     ),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),

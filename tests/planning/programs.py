@@ -16,7 +16,6 @@ from typing import Any
 
 from tests.config.composing import composed
 from tpu_experiments.config.schema import Config
-from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.runtime.processes.env import variables
 
 LINE = re.compile(r"^\s*(ROOT )?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)$")
@@ -98,7 +97,7 @@ def signatures_of_plan(config: Config) -> dict[str, Signature]:
     for program in trace_run(config, which="train").programs:
         arguments: Counter[str] = Counter()
         for argument in program.arguments:
-            split = _split_of(sharding_text(list(argument.axes), mesh=program.mesh))
+            split = _split_of(program.mesh.sharding_text(list(argument.axes)))
             arguments[f"{SHORT[argument.dtype]}[{','.join(map(str, argument.shape))}] {split}"] += 1
         outputs = Program(hlo_text(program.module)).signature()["outputs"]
         found[f"{program.name} {program.shape}"] = {"arguments": dict(sorted(arguments.items())), "outputs": outputs}

@@ -10,7 +10,6 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.compiled import gib_by_class
-from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.planning.plan import named_sharding
 from tpu_experiments.planning.report import summary_rows
 from tpu_experiments.runtime.lowered import Argument, Lowered
@@ -32,7 +31,7 @@ MIB = 2**20
     ],
 )
 def test_shardings_in_the_words_of_xla(axes: Axes, mesh: Mesh, text: str) -> None:
-    assert sharding_text(axes, mesh=mesh) == text
+    assert mesh.sharding_text(axes) == text
 
 
 def test_a_chip_holds_its_part_of_an_argument() -> None:

@@ -26,9 +26,10 @@ if find_spec("torch_tpu") is None:
     pytest.skip("needs torch_tpu, in an environment of its own (launch/README.md)", allow_module_level=True)
 
 from tpu_experiments.runtime.base import UnexpectedProgram
-from tpu_experiments.runtime.lowered import Lowered
+from tpu_experiments.runtime.lowered import Argument, Lowered
 from tpu_experiments.runtime.ops import host_copy, on_host
-from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers
+from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers, array_of
+from tpu_experiments.runtime.tpu.compiling import Layout, _compiled
 from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
 from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of, function_of
 from tpu_experiments.tasks.plan import programs
@@ -61,49 +62,46 @@ class HostRuntime(TracingRuntime):
 
 
 def executed(lowered: Lowered) -> Callable[[Sequence[Mapping[str, Tensor]]], list[list[Tensor]]]:
-    """The program on devices of the CPU, as a function of each device's arguments by name; gives each one's results."""
+    """The program on devices of the CPU: maps each process's arguments by name to its results."""
     import jax
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
 
-    num = lowered.num_replicas
-    devices = tuple(jax.devices("cpu")[:num])
-    assert len(devices) == num
-    numbers = np.arange(num).reshape(num, 1)
-    options = compiler.get_compile_options(num_replicas=num, num_partitions=1, device_assignment=numbers)
-    with mlir.make_ir_context():
-        module = ir.Module.parse(lowered.module)
-        program = devices[0].client.compile_and_load(module, xla_client.DeviceList(devices), options)
-    everywhere = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(np.array(devices), ("chips",)), jax.sharding.PartitionSpec()
-    )
+    text = lowered.module.decode()
+    count = max(lowered.num_replicas, lowered.mesh.num_devices)
+    devices = jax.devices("cpu")[:count]
+    assert len(devices) == count
+    if lowered.num_replicas > 1:
+        return on_each(text, lowered.arguments, devices)
+    layout = Layout(lowered.mesh, devices)
+    compiled: list[Any] = []
 
     def run(values: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
-        given = []
-        for argument in lowered.arguments:
-            parts = [jax.device_put(own[argument.name].numpy(), to) for own, to in zip(values, devices, strict=True)]
-            given.append(jax.make_array_from_single_device_arrays(argument.shape, everywhere, parts))
-        found = program.execute_sharded(given).disassemble_into_single_device_arrays()
-        return [[torch.from_numpy(np.array(parts[chip])) for parts in found] for chip in range(num)]
+        arrays = [array_of(values[0][a.name], device=layout.of(a.axes)) for a in lowered.arguments]
+        if not compiled:
+            compiled.append(layout.executable_of(text, aliases={}, arrays=arrays))
+        return [[torch.from_numpy(np.array(found)) for found in compiled[0](arrays)]]
 
     return run
 
 
-def parts_of(name: str, tensor: Tensor, *, runtime: TracingRuntime, row_dims: Mapping[str, int]) -> list[Tensor]:
-    """Each chip's part of a parameter or batch tensor: by the sharding table, and by rows."""
-    mesh, num = runtime.mesh, runtime.num_devices
-    if name in row_dims:
-        return list(tensor.chunk(num, dim=row_dims[name]))
-    axes = mesh.named(runtime.table.axes(name, tuple(tensor.shape))) if runtime.table else ()
-    split = mesh.split(axes, ndim=tensor.ndim)
-    tiles = [tensor]
-    for dim, count in enumerate(split.tiles):
-        tiles = [part for tile in tiles for part in tile.chunk(count, dim=dim)]
-    on_chip = dict(zip(split.devices, (tile for tile in tiles for _ in range(split.copies)), strict=True))
-    return [on_chip[chip].contiguous() for chip in range(num)]
+def on_each(
+    text: str, arguments: Sequence[Argument], devices: Sequence[Any]
+) -> Callable[[Sequence[Mapping[str, Tensor]]], list[list[Tensor]]]:
+    """A program that every device runs with arguments of its own, as a process a chip does."""
+    import jax
+
+    program = _compiled(text, aliases={}, devices=devices)
+    mesh = jax.sharding.Mesh(np.array(devices), ("chips",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def run(values: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
+        given = []
+        for argument in arguments:
+            parts = [array_of(own[argument.name], device=to) for own, to in zip(values, devices, strict=True)]
+            given.append(jax.make_array_from_single_device_arrays(argument.shape, everywhere, parts))
+        found = program.execute_sharded(given).disassemble_into_single_device_arrays()
+        return [[torch.from_numpy(np.array(parts[chip])) for parts in found] for chip in range(len(devices))]
+
+    return run
 
 
 def batch_of(like: Mapping[str, Tensor], *, step: int, vocab_size: int) -> dict[str, Tensor]:
@@ -136,8 +134,11 @@ FLOAT32 = ("model.size=tiny", "model.dtype=float32")
         ("model=tiny", "model.stack=unrolled", "trainer.micro_batch_rows=2"),
         ("model=gemma3_270m", "lora.dropout=0.1", *FLOAT32),
         ("model=qwen05b", *FLOAT32),
+        ("model=tiny", "hw=v6e4", "hw.parallel=spawn"),
         ("model=tiny", "hw=v6e4", "sharding=replicated"),
         ("model=tiny", "hw=v6e4", "sharding=fsdp", "lora.dropout=0.1"),
+        ("model=tiny", "hw=v6e4", "sharding=fsdp", "lora=none"),
+        ("model=tiny", "hw=v6e4", "sharding=fsdp_tensor", "sharding.mesh.tensor=2"),
         ("model=qwen05b", "hw=v6e4", "sharding=hsdp", "model.stack=unrolled", *FLOAT32),
     ],
     ids=[
@@ -145,8 +146,11 @@ FLOAT32 = ("model.size=tiny", "model.dtype=float32")
         "unrolled, micro-batches",
         "Gemma 3, dropout",
         "Qwen2",
-        "four chips, summed",
+        "four processes",
+        "four chips, replicated",
         "four chips, fsdp, dropout",
+        "four chips, fsdp, all weights trained",
+        "two by two chips, fsdp and tensor",
         "two by two chips, hsdp",
     ],
 )
@@ -175,8 +179,9 @@ def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None
     for step in range(STEPS):
         batch = batch_of(like, step=step, vocab_size=300)
         given = {**values, **{f"batch/{name}": tensor for name, tensor in batch.items()}}
-        split = {name: parts_of(name, t, runtime=planned.runtime, row_dims=rows) for name, t in given.items()}
-        chips = compute([{name: parts[chip] for name, parts in split.items()} for chip in range(lowered.num_replicas)])
+        count = lowered.num_replicas
+        split = {name: t.chunk(count, dim=1) if name in rows else [t] * count for name, t in given.items()}
+        chips = compute([{name: parts[chip] for name, parts in split.items()} for chip in range(count)])
         parameters, state, report = host.step(parameters, state, batch)
         renewed = {**parameters, **{f"{n}/{slot}": t for n, slots in state.items() for slot, t in slots.items()}}
         for found in chips:
@@ -229,10 +234,18 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
         assert ours[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_two_processes_train_as_one_in_plain_torch(tmp_path: Path) -> None:
-    on_two = ("hw.runtime=torchtpu", "hw.parallel=spawn", "hw.num_devices=2")
-    for name, words in (("one", ("hw.runtime=eager",)), ("two", on_two)):
-        done = run(tmp_path, *SMOKE, *words, f"name={name}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("hw.parallel=spawn", "hw.num_devices=2", "lora.dropout=0.1"),
+        ("hw.parallel=spmd", "hw.num_devices=4", "sharding=fsdp", "lora=none"),
+    ],
+    ids=["two processes", "four devices of one, all weights split and trained"],
+)
+def test_several_devices_train_as_one_in_plain_torch(words: tuple[str, ...], tmp_path: Path) -> None:
+    on_one = ("hw.runtime=eager", *(word for word in words if not word.startswith(("hw.", "sharding"))))
+    for name, chosen in (("one", on_one), ("two", ("hw.runtime=torchtpu", *words))):
+        done = run(tmp_path, "debug=smoke", *chosen, f"name={name}")
         assert done.returncode == 0, done.stderr[-3000:]
     plain, ours = (records_of(tmp_path / name) for name in ("one", "two"))
     assert ours.keys() == plain.keys()
@@ -257,8 +270,12 @@ def test_values_come_from_programs_alone() -> None:
     assert not buffers._arrays
 
 
+def made(config: Any) -> TorchTpuRuntime:
+    return TorchTpuRuntime(config.hw, sharding=config.sharding, on_recompile="error")
+
+
 def test_a_program_writes_in_place_and_keeps_no_old_values() -> None:
-    runtime = TorchTpuRuntime(composed("hw=cpu", "hw.runtime=torchtpu").hw, on_recompile="error")
+    runtime = made(composed("hw=cpu", "hw.runtime=torchtpu"))
     held = {"x": runtime.place(torch.arange(4.0), name="x")}
     base = runtime.place(torch.full((4,), 10.0), name="base")
 
@@ -305,17 +322,6 @@ def test_draws_of_the_generator_are_refused() -> None:
     x = torch.ones(3, device="meta")
     with pytest.raises(ConfigError, match=r"draws by torch's own generator \(aten\..*set it to 0"):
         function_of(lambda _: [nn.functional.dropout(x, 0.5)], {"batch/x": x}, known=lambda _: False)
-
-
-def test_a_weight_that_is_split_and_trained_is_refused() -> None:
-    words = ("task=plan", "hw=v6e4", "hw.runtime=torchtpu", "model.attention=sdpa", "model=tiny", "model.init=random")
-    shape = ("trainer.seq_len=64", "data=sample_text", "curriculum=single")
-    config = composed(*words, *shape, "lora=none", "sharding=fsdp")
-    planned = programs.planned_trainer(config, TracingRuntime(config.hw, sharding=config.sharding))
-    planned.build()
-    geometry = programs.shape_of(planned.inputs.stages[0], runtime=planned.runtime)
-    with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; .* is trained and split over 4 chips"):
-        programs.lowered_step(planned, shape=geometry)
 
 
 def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:

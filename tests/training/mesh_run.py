@@ -17,7 +17,6 @@ from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.schema import Config
 from tpu_experiments.optim.build import optimizer_of
-from tpu_experiments.planning.compiler import sharding_text
 from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS = 20
@@ -63,7 +62,7 @@ def elsewhere(tensors: dict[str, torch.Tensor], *, runtime: Any) -> list[str]:
     for name, tensor in tensors.items():
         if tensor.numel() == 1:
             continue
-        wanted = tiles(sharding_text(runtime.folding.axes(name, tuple(tensor.shape)), mesh=runtime.mesh_sizes))
+        wanted = tiles(runtime.mesh_sizes.sharding_text(runtime.folding.axes(name, tuple(tensor.shape))))
         lies = tiles(torch_xla._XLAC._get_xla_sharding_spec(tensor))
         if lies != wanted:
             wrong.append(f"{name}: {lies} instead of {wanted}")

@@ -60,17 +60,10 @@ def hardware_problems(config: Config) -> list[str]:
             "hw.runtime=torchtpu with hw.device=cuda; its programs are for TPUs, and for a CPU to try them; use "
             "hw.runtime=eager."
         )
-    if hw.runtime == "torchtpu" and hw.parallel == "spmd" and mesh_of(hw, config.sharding).tensor > 1:
-        problems.append(
-            f"hw.runtime=torchtpu with sharding.mesh.tensor={config.sharding.mesh.tensor}; products split over chips "
-            "are not lowered by TorchTPU yet; use sharding=fsdp or sharding=replicated, or hw.runtime=xla."
-        )
     is_run = hw.runtime == "torchtpu" and config.task.name != "plan"
-    if is_run and hw.num_devices > 1 and (hw.parallel != "spawn" or hw.device != "cpu"):
+    if is_run and hw.device == "tpu" and hw.parallel == "spawn" and hw.num_devices > 1:
         problems.append(
-            f"hw.runtime=torchtpu with task={config.task.name} hw.num_devices={hw.num_devices} "
-            f"hw.parallel={hw.parallel}; its programs run on one TPU chip so far, or on several devices of a CPU, "
-            "and only task=plan lowers those of several; use hw=v6e1, hw=cpu hw.parallel=spawn or hw.runtime=xla."
+            "hw.runtime=torchtpu with hw.parallel=spawn; on a TPU one process drives all chips; use hw.parallel=spmd."
         )
     if hw.runtime == "torchtpu" and config.model.remat == "offload":
         problems.append(

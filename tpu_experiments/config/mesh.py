@@ -9,6 +9,7 @@ same way.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
@@ -83,6 +84,21 @@ class Mesh:
         copies = self.num_devices // math.prod(tiles)
         is_whole = not any(axes) or copies == self.num_devices > 1
         return Split(tiles, copies, tuple(self._walk(order)), is_whole)
+
+    def sharding_text(self, axes: Sequence[Any]) -> str:
+        """Return a sharding in XLA's notation.
+
+        `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips in their order. `{devices=[1,2,2]0,2,1,3
+        last_tile_dim_replicate}` splits the second of two over pairs of chips that hold the same.
+        """
+        split = self.split(self.named(axes), ndim=len(axes))
+        if split.is_whole:
+            return "{replicated}"
+        copies = () if split.copies == 1 else (split.copies,)
+        tiles = ",".join(map(str, (*split.tiles, *copies)))
+        in_order = split.devices == tuple(range(self.num_devices))
+        order = f"<=[{self.num_devices}]" if in_order else ",".join(map(str, split.devices))
+        return f"{{devices=[{tiles}]{order}{' last_tile_dim_replicate' if copies else ''}}}"
 
     def _walk(self, order: Sequence[str]) -> list[int]:
         """Return the device numbers in the order of the axes, the last axis fastest."""

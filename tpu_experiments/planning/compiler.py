@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -199,7 +198,7 @@ def _annotated(text: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> A
     for argument in arguments:
         attributes = {}
         if mesh.num_devices > 1:
-            sharding = ir.StringAttr.get(sharding_text(argument["axes"], mesh=mesh))
+            sharding = ir.StringAttr.get(mesh.sharding_text(argument["axes"]))
             attributes["mhlo.sharding"] = sharding
         if argument["alias"] is not None:
             attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
@@ -209,22 +208,6 @@ def _annotated(text: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> A
     entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
     entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(output) for output in outputs])
     return module
-
-
-def sharding_text(axes: Sequence[Any], *, mesh: Mesh) -> str:
-    """Return a sharding in XLA's notation.
-
-    `{devices=[8,1]<=[8]}` splits the first of two dimensions over 8 chips in their order. `{devices=[1,2,2]0,2,1,3
-    last_tile_dim_replicate}` splits the second of two over pairs of chips that hold the same.
-    """
-    split = mesh.split(mesh.named(axes), ndim=len(axes))
-    if split.is_whole:
-        return "{replicated}"
-    copies = () if split.copies == 1 else (split.copies,)
-    tiles = ",".join(map(str, (*split.tiles, *copies)))
-    in_order = split.devices == tuple(range(mesh.num_devices))
-    order = f"<=[{mesh.num_devices}]" if in_order else ",".join(map(str, split.devices))
-    return f"{{devices=[{tiles}]{order}{' last_tile_dim_replicate' if copies else ''}}}"
 
 
 def _memory(executable: Any) -> Memory:

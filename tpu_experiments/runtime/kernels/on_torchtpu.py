@@ -25,18 +25,23 @@ class LaterAttention:
         raise AssertionError("tensors of the meta device have no values to attend to")
 
 
-def lowered_call(direction: Direction, arguments: tuple[Any, ...], *, max_block: int) -> Any:
+def lowered_call(
+    direction: Direction, arguments: tuple[Any, ...], *, max_block: int, num_shards: int = 1, head_shards: int = 1
+) -> Any:
     """Return the results of an attention operator on TorchTPU's placeholders.
 
     Args:
         arguments: of the operator (kernels/attention.py).
+        num_shards: parts that XLA splits the rows into, and head_shards the heads.
     """
     if direction == "forward":
         *tensors, heads, scale, window, soft_cap = arguments
     else:
         saved, grad, heads, scale, window, soft_cap = arguments
         tensors = [*saved, grad]
-    call, inputs = call_of(tensors, heads=heads, scores=Scores(scale, window, soft_cap), max_block=max_block)
+    shards = {"num_shards": num_shards, "head_shards": head_shards}
+    scores = Scores(scale, window, soft_cap)
+    call, inputs = call_of(tensors, heads=heads, scores=scores, max_block=max_block, **shards)
     text, results = _lowered(call, direction)
     return spliced(text, inputs=inputs, results=results)
 
@@ -67,9 +72,9 @@ def _lowered(call: AttentionCall, direction: Direction) -> tuple[str, tuple[tupl
     """Return the StableHLO of (results, once, *inputs) -> results, and shape and type of every result."""
     import jax
 
-    from tpu_experiments.runtime.kernels.splash import arguments_of, attention_function
+    from tpu_experiments.runtime.kernels.splash import arguments_of, function_on_mesh
 
-    run = attention_function(call, direction=direction, target="tpu")
+    run = function_on_mesh(call, direction=direction, target="tpu")
     inputs = arguments_of(call, direction=direction)
     results = jax.eval_shape(run, *inputs)
 

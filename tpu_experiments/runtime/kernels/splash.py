@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Target
 from tpu_experiments.runtime.patches import TORCHTPU, installed, mosaic_for_libtpu, patched_attribute, require_versions
@@ -163,7 +163,8 @@ if installed("torch_tpu") is None:
     require_versions("jax")
 else:
     require_versions("jax", of=TORCHTPU, lock="requirements-torchtpu.lock")
-jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
+if installed("torch_tpu") is None:
+    jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 
@@ -174,14 +175,18 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     log-sum-exp, grad of out) -> (dq, dk, dv). q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation
     (2, B, T, D), left out without rope; log-sum-exp (B, H, T) float32.
     """
-    jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla's programs are partitioned by GSPMD
-    run = attention_function(call.of_one_chip, direction=direction, target=target)
-    if call.num_shards * call.head_shards > 1:
-        run = _on_each_chip(run, call, direction=direction)
+    run = function_on_mesh(call, direction=direction, target=target)
     with mosaic_for_libtpu():
         traced = jax.jit(run, keep_unused=True).trace(*arguments_of(call, direction=direction))
         module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
     return bytes(module.as_serialized_hlo_module_proto())
+
+
+def function_on_mesh(call: AttentionCall, *, direction: Direction, target: Target) -> Callable[..., Any]:
+    """Return the forward or backward pass of `lowered` as a function of jax, over the call's chips."""
+    jax.config.update("jax_use_shardy_partitioner", False)  # both backends' programs are partitioned by GSPMD
+    run = attention_function(call.of_one_chip, direction=direction, target=target)
+    return run if call.num_shards * call.head_shards == 1 else _on_each_chip(run, call, direction=direction)
 
 
 def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
@@ -190,7 +195,8 @@ def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Di
     by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
     by_heads = "tensor" if call.head_shards > 1 else None
     sizes = (call.num_shards, call.head_shards) if by_heads else (call.num_shards,)
-    mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)])
+    kinds = (AxisType.Auto,) * len(sizes)  # jax 0.12 takes them for explicit ones where nothing is said
+    mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=kinds)
     features, sums = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
     specs = [features, features, features, PartitionSpec(by_rows)]
     specs += [PartitionSpec(None, by_rows)] if call.rotates else []

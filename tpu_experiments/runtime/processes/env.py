@@ -88,6 +88,8 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
     if hw.runtime == "torchtpu":
         values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
+        if hw.device == "cpu" and hw.parallel == "spmd":
+            values["JAX_NUM_CPU_DEVICES"] = str(hw.num_devices)
     return values | hw.env
 
 

@@ -57,7 +57,9 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
         from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
 
         cache = compile_cache_folder(config, process=process)
-        return TorchTpuRuntime(config.hw, on_recompile=config.trainer.on_recompile, compile_cache=cache)
+        return TorchTpuRuntime(
+            config.hw, sharding=config.sharding, on_recompile=config.trainer.on_recompile, compile_cache=cache
+        )
     from tpu_experiments.runtime.eager import EagerRuntime
 
     return EagerRuntime(config.hw)

@@ -1,4 +1,4 @@
-"""Compile StableHLO and run it by jax's client, on one device of this process.
+"""Compile StableHLO and run it by jax's client: on one device of this process, or partitioned over all its devices.
 
 The only file of this backend that depends on jax's internals.
 """
@@ -7,44 +7,110 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tpu_experiments.config.mesh import Axes, Mesh
+from tpu_experiments.config.model_schema import AXES
 from tpu_experiments.runtime.base import CompileCache
 
+Run = Callable[[list[Any]], list[Any]]
+"""Maps the arrays of a program's arguments to those of its results."""
 
-def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-    """Compile a module for devices of jax; return the function of its arguments' arrays on this process's device.
+
+def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[Any]) -> Run:
+    """Compile a module for devices of jax, each of which runs it; return what runs it on this process's device.
 
     Args:
         aliases: number of the result that takes an argument's buffer, by the argument's number.
         devices: those of all processes, one each; every one runs the program of its process.
     """
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
-
-    ids = np.array([device.id for device in devices]).reshape(-1, 1)
-    client = devices[0].client
-    options = compiler.get_compile_options(
-        num_replicas=len(devices), num_partitions=1, device_assignment=ids, backend=client
-    )
-    with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        entry = next(op for op in module.body.operations if op.name.value == "main")
-        index = ir.IntegerType.get_signless(32)
-        attributes = [
-            {"tf.aliasing_output": ir.IntegerAttr.get(index, aliases[number])} if number in aliases else {}
-            for number in range(len(entry.type.inputs))
-        ]
-        entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-        every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
-        program = compiler.compile_or_get_cached(client, module, every, options, [], chosen)
+    program = _compiled(text, aliases=aliases, devices=devices)
 
     def run(arrays: list[Any]) -> list[Any]:
         found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()
         return [parts[0] for parts in found]
 
     return run
+
+
+class Layout:
+    """A mesh of this process's devices, over which XLA partitions programs."""
+
+    def __init__(self, mesh: Mesh, devices: Sequence[Any]) -> None:
+        import jax
+        import numpy as np
+
+        self.mesh, self.devices = mesh, devices
+        sizes = [mesh.size(axis) for axis in AXES]
+        self._mesh = jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), AXES)
+
+    def of(self, axes: Axes) -> Any:
+        """Return jax's sharding of an array that is split over these axes."""
+        import jax
+
+        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*self.mesh.named(axes)))
+
+    def executable_of(self, text: str, *, aliases: Mapping[int, int], arrays: Sequence[Any]) -> Run:
+        """Compile a module for arguments that lie as these arrays do; results without an alias are whole everywhere."""
+        import jax
+
+        shardings = [array.sharding for array in arrays]
+        axes = [(*array.sharding.spec, *(None for _ in array.shape))[: array.ndim] for array in arrays]
+        shown = [self.mesh.sharding_text(each) for each in axes]
+        program = _compiled(text, aliases=aliases, devices=self.devices, shardings=shown)
+        of_result = {result: number for number, result in aliases.items()}
+        shapes = [array.shape for array in arrays]
+        whole = self.of(())
+
+        def run(arrays: list[Any]) -> list[Any]:
+            found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()
+            results = []
+            for number, parts in enumerate(found):
+                source = of_result.get(number)
+                shape, sharding = (parts[0].shape, whole) if source is None else (shapes[source], shardings[source])
+                results.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+            return results
+
+        return run
+
+
+def _compiled(
+    text: str, *, aliases: Mapping[int, int], devices: Sequence[Any], shardings: Sequence[str] | None = None
+) -> Any:
+    """Compile a module that every device runs, or, with the arguments' shardings, one partitioned over the devices."""
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    ids, client = np.array([device.id for device in devices]), devices[0].client
+    replicas, partitions = (len(devices), 1) if shardings is None else (1, len(devices))
+    options = compiler.get_compile_options(
+        num_replicas=replicas,
+        num_partitions=partitions,
+        device_assignment=ids.reshape(replicas, partitions),
+        backend=client,
+    )
+    options.executable_build_options.use_spmd_partitioning = shardings is not None
+    options.executable_build_options.use_shardy_partitioner = False
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        entry = next(op for op in module.body.operations if op.name.value == "main")
+        index = ir.IntegerType.get_signless(32)
+        arguments: list[dict[str, Any]] = [{} for _ in entry.type.inputs]
+        results: list[dict[str, Any]] = [{} for _ in entry.type.results]
+        if shardings is not None:
+            for result in results:
+                result["mhlo.sharding"] = ir.StringAttr.get("{replicated}")
+        for number, argument in enumerate(arguments):
+            if shardings is not None:
+                argument["mhlo.sharding"] = ir.StringAttr.get(shardings[number])
+            if number in aliases:
+                argument["tf.aliasing_output"] = ir.IntegerAttr.get(index, aliases[number])
+                results[aliases[number]] |= {k: v for k, v in argument.items() if k == "mhlo.sharding"}
+        entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in arguments])
+        entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in results])
+        every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
+        return compiler.compile_or_get_cached(client, module, every, options, [], chosen)
 
 
 def cache_in(folder: str) -> CompileCache:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpu_experiments.config.data_schema import LoaderConfig
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.config.mesh import Axes, mesh_of
+from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import (
     Batch,
     Counters,
@@ -39,13 +41,13 @@ from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
-from tpu_experiments.runtime.ops import Folding, unconstrained
+from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.processes.hosts import Hosts
+from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched
-from tpu_experiments.runtime.tpu.collectives import sum_over_chips
-from tpu_experiments.runtime.tpu.compiling import cache_in, executable_of
-from tpu_experiments.runtime.tpu.loop import traced_loop
-from tpu_experiments.runtime.tpu.tracing import function_of, load, stablehlo_of
+from tpu_experiments.runtime.tpu.collectives import folding_over, sum_over_chips
+from tpu_experiments.runtime.tpu.compiling import Layout, cache_in, executable_of
+from tpu_experiments.runtime.tpu.tracing import Target, function_of, load, stablehlo_of
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -61,7 +63,9 @@ class TorchTpuRuntime:
         compile_cache: folder of compiled programs, or None.
     """
 
-    def __init__(self, hw: HwConfig, *, on_recompile: str, compile_cache: str | None = None) -> None:
+    def __init__(
+        self, hw: HwConfig, *, sharding: ShardingConfig, on_recompile: str, compile_cache: str | None = None
+    ) -> None:
         import jax
 
         distributed = dist.is_initialized()
@@ -69,17 +73,25 @@ class TorchTpuRuntime:
         if self.world_size > 1:
             jax.distributed.initialize(f"127.0.0.1:{agreed_port()}", self.world_size, self.rank)
         self.chip = jax.local_devices(backend=hw.device)[0]
-        every = sorted(jax.devices(hw.device), key=lambda chip: chip.process_index)
-        self.chips = every if self.world_size > 1 else [self.chip]
+        self.mesh = mesh_of(hw, sharding)
+        self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
+        found = sorted(jax.devices(hw.device), key=lambda chip: (chip.process_index, chip.id))
+        if len(found) < hw.num_devices:
+            raise ConfigError(
+                f"hw.num_devices={hw.num_devices} but jax sees {len(found)}; set hw.num_devices={len(found)}."
+            )
+        self.chips = found[: hw.num_devices]
+        self.layout = Layout(self.mesh, self.chips) if self.table is not None else None
         self.cache = None if compile_cache is None else cache_in(compile_cache)
         load()
         self.device = torch.device("meta")
         self.share = self.rank, self.world_size
         self.hosts = Hosts()
-        self.num_devices, self.mesh = hw.num_devices, Mesh(fsdp=hw.num_devices)
-        self.max_block = hw.attention_block
-        self.loop, self.constrain = traced_loop, unconstrained
-        self.folding: Folding | None = Folding(traced_loop)
+        self.num_devices = hw.num_devices
+        self.target = Target.of(hw, mesh=self.mesh)
+        folding = folding_over(self.mesh, self.table)
+        self.folding: Folding | None = folding
+        self.loop, self.constrain = folding.loop, folding.constrain
         self.on_recompile = on_recompile
         self.expected: dict[str, set[Shape]] = {}
         self.count = Counters(cache=self.cache)
@@ -88,8 +100,12 @@ class TorchTpuRuntime:
     def seed(self, value: int) -> None: ...
 
     def place(self, tensor: Tensor, *, name: str) -> Tensor:
+        return self._placed(tensor, () if self.table is None else self.table.axes(name, tuple(tensor.shape)))
+
+    def _placed(self, tensor: Tensor, axes: Axes) -> Tensor:
         BUFFERS.sweep()
-        return BUFFERS.stands_for(array_of(tensor, device=self.chip), like=tensor)
+        to = self.chip if self.layout is None else self.layout.of(axes)
+        return BUFFERS.stands_for(array_of(tensor, device=to), like=tensor)
 
     def zeros(self, shape: torch.Size, *, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.place(torch.zeros(shape, dtype=dtype), name=name)
@@ -102,7 +118,10 @@ class TorchTpuRuntime:
         return [whole[box.slices].contiguous() for box in boxes]
 
     def put(self, batch: Batch, *, rows_dim: int) -> dict[str, Tensor]:
-        return {name: self.place(tensor, name=name) for name, tensor in batch.items()}
+        return {
+            name: self._placed(tensor, batch_axes(tensor.ndim, rows_dim=rows_dim, mesh=self.mesh))
+            for name, tensor in batch.items()
+        }
 
     @contextmanager
     def feed(
@@ -215,11 +234,15 @@ class TorchTpuProgram(Generic[Out]):
         for _, tensor in inputs:
             BUFFERS.accept(tensor)  # tracing has written nothing
         like = [tensor for _, tensor in inputs]
-        text = stablehlo_of(graph, like, max_block=self.runtime.max_block, mesh=self.runtime.mesh)
+        text = stablehlo_of(graph, like, target=self.runtime.target)
         traced = time.perf_counter()
         aliases = {number: index for index, number in enumerate(written)}
         hits = 0 if self.runtime.cache is None else self.runtime.cache.hits
-        run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips)
+        layout = self.runtime.layout
+        if layout is None:
+            run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips)
+        else:
+            run_on_chip = layout.executable_of(text, aliases=aliases, arrays=[BUFFERS[tensor] for tensor in like])
         is_new = self.runtime.cache is None or self.runtime.cache.hits == hits
         self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +23,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
+from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, lowered_call
-from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, kind_of
-from tpu_experiments.runtime.ops import Folding, unconstrained
+from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, axes_of, kind_of
+from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.buffers import storage_of
-from tpu_experiments.runtime.tpu.collectives import (
-    GATHER,
-    SUM,
-    gather_when_used,
-    lowered_collective,
-    part_shape,
-    sum_over_chips,
-)
-from tpu_experiments.runtime.tpu.loop import REVERSED, results_of, tensors_of, traced_loop
+from tpu_experiments.runtime.tpu.collectives import CONSTRAIN, SUM, folding_over, lowered_collective, sum_over_chips
+from tpu_experiments.runtime.tpu.loop import REVERSED, results_of, tensors_of
 
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -50,9 +44,31 @@ NO_TPU = {
     "TPU_TOPOLOGY": "1x1",
 }
 """Without these TorchTPU asks a metadata server for minutes. What is lowered does not depend on the type."""
-ONE_CHIP = Mesh()
 NAMED = "tpu_experiments.named.default"
 """Operator of models/layer_graph.py that gives a value a name for the policy of what is saved."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program is lowered for."""
+
+    max_block: int = MAX_BLOCK
+    """Tokens in the largest block of an attention kernel."""
+    num_processes: int = 1
+    """Processes that sums are over, each of which runs the program."""
+    row_shards: int = 1
+    """Parts that XLA splits the rows of a batch into, and `head_shards` the heads."""
+    head_shards: int = 1
+
+    @staticmethod
+    def of(hw: HwConfig, *, mesh: Mesh) -> "Target":
+        """Return the target of a run's programs."""
+        if hw.parallel == "spmd":
+            return Target(hw.attention_block, row_shards=mesh.num_shards, head_shards=mesh.tensor)
+        return Target(hw.attention_block, num_processes=hw.num_devices)
+
+
+ONE_CHIP = Target()
 
 
 class TracingRuntime(DevicelessRuntime):
@@ -64,11 +80,13 @@ class TracingRuntime(DevicelessRuntime):
         self.mesh = mesh_of(hw, sharding)
         self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
         install_attention_kernel(LaterAttention())
-        self.max_block = hw.attention_block
-        self.num_devices = self.world_size = hw.num_devices
-        self.rank, self.share = 0, (0, hw.num_devices)
-        self.loop, self.constrain = traced_loop, unconstrained
-        self.folding: Folding | None = Folding(traced_loop)
+        self.target = Target.of(hw, mesh=self.mesh)
+        self.num_devices = hw.num_devices
+        self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
+        self.share = 0, self.world_size
+        folding = folding_over(self.mesh, self.table)
+        self.folding: Folding | None = folding
+        self.loop, self.constrain = folding.loop, folding.constrain
 
     def seed(self, value: int) -> None: ...
 
@@ -76,7 +94,7 @@ class TracingRuntime(DevicelessRuntime):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors if self.num_devices == 1 else sum_over_chips(tensors)
+        return tensors if self.world_size == 1 else sum_over_chips(tensors)
 
     def lower(
         self,
@@ -91,12 +109,11 @@ class TracingRuntime(DevicelessRuntime):
         """Lower `function` for host tensors like `batch`.
 
         Args:
-            rows_dim: dimension of the batch that is split over the devices; the batch is one device's.
+            rows_dim: dimension of the batch that is split over the devices.
             renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
 
         Raises:
-            ConfigError: the program calls an operator of this package that is not lowered here yet, or updates a weight
-                that is split over the devices.
+            ConfigError: the program calls an operator of this package that is not lowered here yet.
         """
         started = time.perf_counter()
         sent = self.put(batch, rows_dim=rows_dim)
@@ -115,54 +132,30 @@ class TracingRuntime(DevicelessRuntime):
         load()
         graph = make_fx(run, tracing_mode="real")([tensor for _, tensor in given])
         read = as_function_of(graph, given)
-        inputs = graph.graph.find_nodes(op="placeholder")
-        split: dict[fx.Node, Axes] = {}
-        for node, (key, tensor) in zip(inputs, read, strict=True):
-            axes = self._axes(key, tensor)
-            if self.mesh.parts(axes) > 1 and storage_of(tensor) in aliases:
-                raise ConfigError(
-                    f"hw.runtime=torchtpu; {key} is trained and split over {self.num_devices} chips, and updates of "
-                    "parts are not lowered by TorchTPU yet; use sharding=replicated, or hw.runtime=xla."
-                )
-            if self.mesh.parts(axes) > 1:
-                split[node] = axes
-        gather_when_used(graph, split)
-        parts = [self._part(key, tensor) for key, tensor in read]
-        text = stablehlo_of(graph, parts, max_block=self.max_block, mesh=self.mesh)
+        text = stablehlo_of(graph, [tensor for _, tensor in read], target=self.target)
         return Lowered(
             name,
             tuple(next(iter(batch.values())).shape),
             module=text.encode(),
             form="stablehlo",
             arguments=tuple(
-                argument_of(key, part, alias=aliases.get(storage_of(t)))
-                for (key, t), part in zip(read, parts, strict=True)
+                self._argument(key, t, rows_dim=rows_dim, alias=aliases.get(storage_of(t))) for key, t in read
             ),
             resident=tuple(
-                argument_of(key, self._part(key, t))
+                self._argument(key, t, rows_dim=rows_dim)
                 for key, t in self.placed
                 if not any(t is other for _, other in read)
             ),
-            mesh=Mesh(),  # a program of one chip, run by all
-            num_replicas=self.num_devices,
+            mesh=self.mesh if self.table is not None else Mesh(),
+            num_replicas=self.share[1],
             trace_seconds=time.perf_counter() - started,
             num_adapters=num_adapters,
         )
 
-    def _axes(self, name: str, tensor: Tensor) -> Axes:
-        """Return the axes that a placed tensor is split over; batches are one device's already."""
-        is_batch = name.startswith(BATCH)
-        return () if is_batch or self.table is None else self.table.axes(name, tuple(tensor.shape))
-
-    def _part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor without a buffer like one chip's part of a placed one."""
-        shape = part_shape(tuple(tensor.shape), self._axes(name, tensor), mesh=self.mesh)
-        return tensor if shape == tensor.shape else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def argument_of(name: str, tensor: Tensor, *, alias: int | None = None) -> Argument:
-    """Return a tensor of one chip as an argument of the program that every chip runs."""
-    return Argument(name, tuple(tensor.shape), kind_of(tensor), (None,) * tensor.ndim, alias)
+    def _argument(self, name: str, tensor: Tensor, *, rows_dim: int, alias: int | None = None) -> Argument:
+        shape = tuple(tensor.shape)
+        axes = axes_of(name, shape, table=self.table, mesh=self.mesh, rows_dim=rows_dim)
+        return Argument(name, shape, kind_of(tensor), axes, alias)
 
 
 def function_of(
@@ -292,7 +285,7 @@ def _on_tpu(graph: fx.GraphModule) -> None:
         if str(node.target) == NAMED:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, SUM):
+        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, SUM, CONSTRAIN):
             raise ConfigError(
                 f"hw.runtime=torchtpu; the program calls {node.target}, which is not lowered by TorchTPU yet; use "
                 "hw.runtime=xla."
@@ -312,22 +305,19 @@ def load() -> None:
         _loader._init_device("tpu")
 
 
-def stablehlo_of(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int = MAX_BLOCK, mesh: Mesh = ONE_CHIP
-) -> str:
+def stablehlo_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target = ONE_CHIP) -> str:
     """Return the StableHLO of a graph as text, by TorchTPU; `load` has been called.
 
     Args:
-        max_block: tokens in the largest block of an attention kernel.
-        mesh: chips that sums and gathers are over.
+        target: what it is lowered for.
     """
     from torch_tpu._internal.compile import tpu_torch_compile
 
-    text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, max_block=max_block, mesh=mesh))
+    text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, target=target))
     return text
 
 
-def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int, mesh: Mesh) -> Any:
+def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target) -> Any:
     """Return TorchTPU's module of a graph for inputs like these."""
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
@@ -339,14 +329,15 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         Its own handler of `scan` (torch_tpu 0.2.0) compiles the body by itself, for which it needs a TPU.
         """
 
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target is scan_op:
+        def call_function(self, op: Any, args: Any, kwargs: Any) -> Any:
+            if op is scan_op:
                 return scanned(*args)
-            if str(target) in NAMES:
-                return lowered_call(NAMES[str(target)], args, max_block=max_block)
-            if str(target) in (SUM, GATHER):
-                return lowered_collective(str(target), args, mesh=mesh)
-            return super().call_function(target, args, kwargs)
+            if str(op) in NAMES:
+                shards = {"num_shards": target.row_shards, "head_shards": target.head_shards}
+                return lowered_call(NAMES[str(op)], args, max_block=target.max_block, **shards)
+            if str(op) in (SUM, CONSTRAIN):
+                return lowered_collective(str(op), args, num=target.num_processes)
+            return super().call_function(op, args, kwargs)
 
     def scanned(body: fx.GraphModule, carry: Any, xs: Any, others: Any) -> Any:
         is_reverse = any(node.meta.get("custom", {}).get(REVERSED) for node in body.graph.nodes)
@@ -356,7 +347,7 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, max_block: int
         return tpu_torch_compile.create_scan_op(
             inits=list(carry),
             inputs=[*xs, *others],
-            body_module=module_of(body, [*carry, *slices, *others], max_block=max_block, mesh=mesh),
+            body_module=module_of(body, [*carry, *slices, *others], target=target),
             scan_direction=directions.kReverse if is_reverse else directions.kForward,
             dummy_ys=[torch.zeros((len(xs[0]), *y.shape), dtype=y.dtype, device="meta") for y in ys],
             num_scan_inputs=len(xs),
