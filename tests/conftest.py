@@ -42,8 +42,11 @@ NEED_TORCH_XLA = (
     *("planning/test_compiled.py", "quantisation/test_grid.py", "training/test_step.py", "runtime/test_baked.py"),
     *("runtime/test_closures.py", "runtime/test_replay.py", "runtime/test_xla_attention.py"),
     *("runtime/test_xla_programs.py", "runtime/test_xla_replay.py", "export/test_gguf.py"),
+    *("planning/test_plan_task.py", "planning/test_same_program.py", "planning/test_attention_compile.py"),
+    *("planning/test_gradient_sums.py", "runtime/test_hosts.py", "runtime/test_patches.py"),
+    *("tasks/test_doctor_looks.py", "tasks/test_doctor_software.py", "launch"),
 )
-"""Files that import torch_xla, or the extra export; left out in TorchTPU's environment, which has neither."""
+"""Files that need torch_xla, its lock or the extra export; left out in TorchTPU's environment, which has none."""
 collect_ignore = [] if find_spec("torch_xla") else list(NEED_TORCH_XLA)
 QUICK = ("logging", "metrics", "optim", "test_house_rules.py", "test_layers.py", "test_manuals.py")
 """Files and folders of the inner loop (`pytest -m quick`), 65 s of CPU; tests on torch_xla are left out."""

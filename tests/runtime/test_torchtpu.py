@@ -218,6 +218,7 @@ def records_of(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
     kept = f"hw.compile_cache={tmp_path / 'programs'}"
     for runtime in ("eager", "torchtpu"):
@@ -234,6 +235,7 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
         assert ours[name] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

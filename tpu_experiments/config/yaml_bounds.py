@@ -18,6 +18,7 @@ MAX_NODES = 10_000
 """Limit of keys, values, lists and mappings, which PyYAML reads in a second; a config of this project has some
 1,000."""
 MAX_DEPTH = 40
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 MAX_DIGITS = 4_000
 """Limit of the characters of a number: PyYAML's time for base-60 numbers (`1:00:00`) grows with their square."""
 OF_VALUES = (ValueError, KeyError, IndexError, AttributeError)
@@ -45,7 +46,9 @@ def require_bounded(text: str, *, place: str) -> None:
         raise _refusal(place, f"it has {size:,} bytes, and more than {MAX_BYTES:,} are not read")
     try:
         _count(yaml.parse(text, Loader=LOADER), place=place)
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if "maximum nesting depth" in str(error):  # libyaml 0.2.6 reads ahead and refuses 1,000 levels by itself
+            raise _refusal(place, TOO_DEEP) from error
         return  # the reader reports the error
 
 
@@ -74,7 +77,7 @@ def _count(events: Iterator[Any], *, place: str) -> None:
         if sum(each.nodes for each in levels) > MAX_NODES:
             raise _refusal(place, f"written out it has more than {MAX_NODES:,} keys and values (aliases counted)")
         if len(levels) + height > MAX_DEPTH + 1:
-            raise _refusal(place, f"it is nested more than {MAX_DEPTH} levels deep")
+            raise _refusal(place, TOO_DEEP)
 
     for event in events:
         if isinstance(event, yaml.AliasEvent):
