@@ -308,6 +308,19 @@ def test_a_program_writes_in_place_and_keeps_no_old_values() -> None:
     assert torch.equal(host_copy(whole.T[1:]), torch.tensor([[1, 4], [2, 5]], dtype=torch.bfloat16))
 
 
+def test_a_number_that_python_computes_anew_is_refused() -> None:
+    runtime, calls = made(composed("hw=cpu", "hw.runtime=torchtpu")), []
+
+    def grows(batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["ids"] * (2.5 + len(calls))
+
+    program, batch = runtime.program(grows, name="grow"), runtime.put({"ids": torch.ones(4)}, rows_dim=0)
+    assert on_host(program(batch)).tolist() == [2.5] * 4
+    calls.append(None)
+    with pytest.raises(UnexpectedProgram, match=r"program grow holds a value that Python .*2\.5.* became .*3\.5"):
+        program(batch)
+
+
 def test_a_program_that_reads_what_it_wrote_is_refused() -> None:
     held = torch.ones(3, device="meta")
     other = held.detach()

@@ -98,8 +98,8 @@ class HwConfig:
     """`xla`: torch_xla. `torchtpu`: its successor, in an environment of its own; on a TPU it has never run. `eager`:
     plain torch (cpu or cuda), the reference the other two are tested against."""
     parallel: str = choice("inline", "spmd", "spawn")
-    """`inline`: one device in this process. `spmd`: arrays sharded over the mesh, by one process per host (by TorchTPU
-    one per device). `spawn`: one process per device, replicated, gradients summed in the graph."""
+    """`inline`: one device in this process. `spmd`: one process per host, arrays sharded over the mesh.
+    `spawn`: one process per device, replicated, gradients summed in the graph."""
     num_devices: int = number(at_least=1)
     """Number of devices used, over all processes and hosts."""
     num_hosts: int = number(default=1, at_least=1)

@@ -27,6 +27,7 @@ from typing import Any
 
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.patches import mosaic_for_libtpu
+from tpu_experiments.runtime.stablehlo import annotated
 
 TAKES_MODULE = (0, 12)
 """First jax known whose client compiles a module and no bytes of one; 0.7.1 is the other way about."""
@@ -184,30 +185,10 @@ def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> Any:
 
 
 def _annotated(text: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> Any:
-    """Return the module of StableHLO with the sharding of every argument, in the context that is entered.
-
-    Outputs that reuse the buffers of arguments are marked, with the sharding of those.
-    """
-    from jax._src.lib.mlir import ir
-
-    module = ir.Module.parse(text)
-    entry = next(op for op in module.body.operations if op.name.value == "main")
-    index = ir.IntegerType.get_signless(32)
-    inputs: list[Any] = []
-    outputs: list[dict[str, Any]] = [{} for _ in entry.type.results]
-    for argument in arguments:
-        attributes = {}
-        if mesh.num_devices > 1:
-            sharding = ir.StringAttr.get(mesh.sharding_text(argument["axes"]))
-            attributes["mhlo.sharding"] = sharding
-        if argument["alias"] is not None:
-            attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, argument["alias"])
-            if mesh.num_devices > 1:
-                outputs[argument["alias"]]["mhlo.sharding"] = sharding
-        inputs.append(ir.DictAttr.get(attributes))
-    entry.attributes["arg_attrs"] = ir.ArrayAttr.get(inputs)
-    entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(output) for output in outputs])
-    return module
+    """Return the module of StableHLO with the shardings and aliases of a request's arguments."""
+    shardings = [mesh.sharding_text(argument["axes"]) for argument in arguments] if mesh.num_devices > 1 else None
+    aliases = {number: each["alias"] for number, each in enumerate(arguments) if each["alias"] is not None}
+    return annotated(text, aliases=aliases, shardings=shardings)
 
 
 def _memory(executable: Any) -> Memory:

@@ -1,8 +1,8 @@
 """The Runtime protocol: what the rest of the package may ask of a device.
 
-`runtime/xla/device.py` implements it on torch_xla, `eager.py` in plain torch. A `program` is a function of one batch
-(a dict of tensors on the device) that runs as one compiled graph; nothing in it may read a tensor on the host. What
-its compilation depends on beside its code is its signature: shape and type of every input."""
+`runtime/xla/device.py` implements it on torch_xla, `tpu/device.py` by TorchTPU, `eager.py` in plain torch. A `program`
+is a function of one batch (a dict of tensors on the device) that runs as one compiled graph; nothing in it may read a
+tensor on the host. What its compilation depends on beside its code is its signature: shape and type of every input."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

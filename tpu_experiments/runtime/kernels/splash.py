@@ -161,10 +161,9 @@ def _halves_by_product(x: Any, *, signs: Sequence[float]) -> Any:
 
 if installed("torch_tpu") is None:
     require_versions("jax")
+    jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 else:
     require_versions("jax", of=TORCHTPU, lock="requirements-torchtpu.lock")
-if installed("torch_tpu") is None:
-    jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 

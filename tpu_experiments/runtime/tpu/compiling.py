@@ -1,6 +1,6 @@
 """Compile StableHLO and run it by jax's client: on one device of this process, or partitioned over all its devices.
 
-The only file of this backend that depends on jax's internals.
+Beside runtime/stablehlo.py the only file of this backend that depends on jax's internals.
 """
 
 import os
@@ -10,6 +10,7 @@ from typing import Any
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.config.model_schema import AXES
 from tpu_experiments.runtime.base import CompileCache
+from tpu_experiments.runtime.stablehlo import annotated
 
 Run = Callable[[list[Any]], list[Any]]
 """Maps the arrays of a program's arguments to those of its results."""
@@ -80,7 +81,6 @@ def _compiled(
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
 
     ids, client = np.array([device.id for device in devices]), devices[0].client
     replicas, partitions = (len(devices), 1) if shardings is None else (1, len(devices))
@@ -93,22 +93,7 @@ def _compiled(
     options.executable_build_options.use_spmd_partitioning = shardings is not None
     options.executable_build_options.use_shardy_partitioner = False
     with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        entry = next(op for op in module.body.operations if op.name.value == "main")
-        index = ir.IntegerType.get_signless(32)
-        arguments: list[dict[str, Any]] = [{} for _ in entry.type.inputs]
-        results: list[dict[str, Any]] = [{} for _ in entry.type.results]
-        if shardings is not None:
-            for result in results:
-                result["mhlo.sharding"] = ir.StringAttr.get("{replicated}")
-        for number, argument in enumerate(arguments):
-            if shardings is not None:
-                argument["mhlo.sharding"] = ir.StringAttr.get(shardings[number])
-            if number in aliases:
-                argument["tf.aliasing_output"] = ir.IntegerAttr.get(index, aliases[number])
-                results[aliases[number]] |= {k: v for k, v in argument.items() if k == "mhlo.sharding"}
-        entry.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in arguments])
-        entry.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in results])
+        module = annotated(text, aliases=aliases, shardings=shardings, has_whole_results=True)
         every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
         return compiler.compile_or_get_cached(client, module, every, options, [], chosen)
 

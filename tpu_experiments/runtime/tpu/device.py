@@ -54,7 +54,7 @@ GIB = 2**30
 
 
 class TorchTpuRuntime:
-    """One process with one device, whose tensors are of the meta device and stand for arrays (buffers.py).
+    """One process with its devices, whose tensors are of the meta device and stand for arrays (buffers.py).
 
     It is `rank` of `world_size` where torch.distributed is initialised, which carries what is no program's.
 
@@ -103,7 +103,6 @@ class TorchTpuRuntime:
         return self._placed(tensor, () if self.table is None else self.table.axes(name, tuple(tensor.shape)))
 
     def _placed(self, tensor: Tensor, axes: Axes) -> Tensor:
-        BUFFERS.sweep()
         to = self.chip if self.layout is None else self.layout.of(axes)
         return BUFFERS.stands_for(array_of(tensor, device=to), like=tensor)
 
@@ -199,6 +198,8 @@ class TorchTpuProgram(Generic[Out]):
         if found is None:
             self._require_expected(signature)
             found = self.compiled[signature] = self._compile(batch)
+        elif not found.is_traced_again:
+            self._require_same(found, batch)
         out: Out = found.run(batch, held=self.held())
         if on_output is not None:
             on_output(out)
@@ -220,8 +221,26 @@ class TorchTpuProgram(Generic[Out]):
         log.warning("%s", text)
         self.runtime.count.compiles_after_warmup += 1
 
-    def _compile(self, batch: Batch) -> "Compiled":
-        started = time.perf_counter()
+    def _require_same(self, known: "Compiled", batch: Batch) -> None:
+        """Trace a second time: later calls run what was compiled, whatever Python would compute.
+
+        Raises:
+            UnexpectedProgram: the program is another one, and trainer.on_recompile=error.
+        """
+        text, *_ = self._lowered(batch)
+        pairs = zip(known.text.splitlines(), text.splitlines(), strict=False)
+        changed = [(before.strip()[:120], now.strip()[:120]) for before, now in pairs if before != now]
+        known.text, known.is_traced_again = "", True
+        if not changed:
+            return
+        before, now = changed[0]
+        said = f"program {self.name} holds a value that Python computes, and it has changed: {before} became {now}"
+        if self.runtime.on_recompile == "error":
+            raise UnexpectedProgram(said)
+        log.warning("%s; it stays as it was", said)
+
+    def _lowered(self, batch: Batch) -> tuple[str, list[tuple[str, Tensor]], list[int], Out]:
+        """Return the program as StableHLO, its inputs, the numbers of those written, and its result without values."""
         given = named(batch, held=self.held())
         outs: list[Any] = []
 
@@ -233,8 +252,12 @@ class TorchTpuProgram(Generic[Out]):
         graph, inputs, written = function_of(run, given, known=BUFFERS.__contains__)
         for _, tensor in inputs:
             BUFFERS.accept(tensor)  # tracing has written nothing
-        like = [tensor for _, tensor in inputs]
-        text = stablehlo_of(graph, like, target=self.runtime.target)
+        text = stablehlo_of(graph, [tensor for _, tensor in inputs], target=self.runtime.target)
+        return text, inputs, written, outs[-1]
+
+    def _compile(self, batch: Batch) -> "Compiled":
+        started = time.perf_counter()
+        text, inputs, written, out = self._lowered(batch)
         traced = time.perf_counter()
         aliases = {number: index for index, number in enumerate(written)}
         hits = 0 if self.runtime.cache is None else self.runtime.cache.hits
@@ -242,14 +265,14 @@ class TorchTpuProgram(Generic[Out]):
         if layout is None:
             run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips)
         else:
-            run_on_chip = layout.executable_of(text, aliases=aliases, arrays=[BUFFERS[tensor] for tensor in like])
+            run_on_chip = layout.executable_of(text, aliases=aliases, arrays=[BUFFERS[t] for _, t in inputs])
         is_new = self.runtime.cache is None or self.runtime.cache.hits == hits
         self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started
         self.runtime.count.compile_seconds += time.perf_counter() - traced
         # Tensors of this call are not kept, or their values would stay on the device.
         fixed = [(name, None if name else tensor) for name, tensor in inputs]
-        return Compiled(run_on_chip, fixed, written, outs[-1])
+        return Compiled(run_on_chip, fixed, written, out, text=text)
 
 
 def named(batch: Batch, *, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,6 +288,7 @@ class Compiled:
             call.
         written: numbers of the inputs whose new values are the first results.
         out: a result of the function, whose tensors have no values.
+        text: the program as StableHLO.
     """
 
     def __init__(
@@ -273,13 +297,17 @@ class Compiled:
         inputs: Sequence[tuple[str, Tensor | None]],
         written: Sequence[int],
         out: Any,
+        *,
+        text: str,
     ) -> None:
         self.run_on_chip, self.inputs, self.written, self.out = run_on_chip, inputs, written, out
+        self.text, self.is_traced_again = text, False
 
     def run(self, batch: Batch, *, held: Mapping[str, Tensor]) -> Any:
         """Queue the program, and return its result."""
         now = named(batch, held=held)
         tensors = [now[name] if fixed is None else fixed for name, fixed in self.inputs]
+        BUFFERS.sweep()
         results = self.run_on_chip([BUFFERS[tensor] for tensor in tensors])
         for number, array in zip(self.written, results, strict=False):
             BUFFERS[tensors[number]] = array

@@ -190,8 +190,9 @@ def function_of(
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"fixed_{number}")
         last.meta["val"] = tensor
-    written = written_in(graph, [*given.items(), *(("", tensor) for tensor in fixed.values())])
-    read = as_function_of(graph, [*given.items(), *(("", tensor) for tensor in fixed.values())], keeps=written)
+    every = [*given.items(), *(("", tensor) for tensor in fixed.values())]
+    written = written_in(graph, every)
+    read = as_function_of(graph, every, keeps=written)
     inputs = graph.graph.find_nodes(op="placeholder")
     return graph, read, [inputs.index(node) for node in written]
 
