@@ -3,7 +3,8 @@
     python -m tests.benchmarks.backends --out /tmp/backends --experiments qwen05b_uk_law mistral7b_guanaco
 
 torch_xla lowers it in this environment, TorchTPU in `.venv-torchtpu` (tpu_experiments/runtime/README.md), and the
-libtpu of the latter compiles both (task.libtpu). What is planned in --out is not planned again. Prints Markdown.
+libtpu of the latter compiles both (task.libtpu), with the recipe's own settings (tuned=off: the lines of
+conf/tuned.yaml are for torch_xla alone). What is planned in --out is not planned again. Prints Markdown.
 """
 
 import argparse
@@ -69,10 +70,10 @@ def step_of(out: Path, experiment: str, backend: str, words: list[str]) -> Step 
         by_torch_xla = backend == "torch_xla"
         python = sys.executable if by_torch_xla else str(OTHER / "bin" / "python")
         own = f"task.libtpu={OTHER}" if by_torch_xla else "hw.runtime=torchtpu"
-        command = [python, "run.py", "task=plan", "task.programs=train", "task.workers=1", f"experiment={experiment}"]
+        command = [python, "run.py", "task=plan", "task.programs=train", "task.workers=1", "tuned=off"]
         given = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         done = subprocess.run(
-            [*command, *words, own, f"output_dir={out}", f"name={name}"],
+            [*command, f"experiment={experiment}", *words, own, f"output_dir={out}", f"name={name}"],
             cwd=REPOSITORY,
             env=given,
             capture_output=True,
