@@ -33,6 +33,7 @@ def losses(folder: Path) -> list[tuple[int, str, float]]:
     return [(record["step"], key, record[key]) for record in records(folder) for key in keys if key in record]
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     "more",
     only(

@@ -38,14 +38,14 @@ def gradients_of(make_config):
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     def compute(
-        model: str, *overrides: str, eager: bool = False, host: HostMemory | None = None, kernel: Any = None
+        model: str, *overrides: str, eager: bool = False, kernel: Any = None, **folding: Any
     ) -> tuple[Tensor, dict[str, Tensor], Run]:
         tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
         config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
         runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
         install_attention_kernel(kernel)
-        if host is not None:
-            runtime.folding = replace(runtime.folding, host=host)
+        if folding:
+            runtime.folding = replace(runtime.folding, **folding)
         run = Run(config, runtime)
         for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
             if name.endswith("lora_B"):
@@ -128,6 +128,23 @@ def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
     agree(ours, gradients_of("mistral7b", "lora=all_linear_r8", eager=True))
     assert len(moved) == 2, "once in the body of each loop"
     assert {shape[-1] for shape in moved} == {ours[2].model.module.config.hidden_size}
+
+
+@pytest.mark.parametrize(("remat", "num"), [("save_dots", 6), ("layer_inputs", 0)])
+def test_saved_projections_are_read_behind_a_barrier(gradients_of, remat, num):
+    behind = []
+
+    def apart(tensor):
+        behind.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    job = ("mistral7b", "lora=all_linear_r8", f"model.remat={remat}")
+    ours = gradients_of(*job, apart=apart)
+    agree(ours, gradients_of(*job))
+    assert len(behind) == num, "all but down_proj's, which the backward pass does not need"
+    (graph,) = ours[2].model.module.model.layers.graphs.values()
+    results = graph.forward.graph.output_node().args[0]
+    assert not any(node.target is apart for node in results), "stacks take what the products computed"
 
 
 @pytest.mark.slow

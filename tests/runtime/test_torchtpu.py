@@ -31,13 +31,14 @@ from tpu_experiments.runtime.ops import host_copy, on_host
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers, array_of
 from tpu_experiments.runtime.tpu.compiling import Layout, _compiled
 from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
-from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of, function_of
+from tpu_experiments.runtime.tpu.tracing import TracingRuntime, as_function_of, function_of, load, running_sum
 from tpu_experiments.tasks.plan import programs
 
 # torch_tpu warns that its names are experimental, and of a memory allocator that is not loaded.
 pytestmark = [pytest.mark.torchtpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 STEPS, LEARNING_RATE = 5, 1e-3
 REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
 
 
 class HostRuntime(TracingRuntime):
@@ -236,6 +237,23 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experiment", RECIPES)
+def test_every_recipe_trains_as_in_plain_torch(experiment: str, tmp_path: Path) -> None:
+    words = ["debug=smoke", "hw=cpu", "sharding=replicated", f"experiment={experiment}"]
+    if experiment == "deberta_v3_rtd":  # whose own dropout is refused
+        words += ["model.arch.hidden_dropout_prob=0", "model.arch.attention_probs_dropout_prob=0"]
+    for runtime in ("eager", "torchtpu"):
+        done = run(tmp_path, *words, f"hw.runtime={runtime}", f"name={runtime}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    plain, ours = (records_of(tmp_path / runtime) for runtime in ("eager", "torchtpu"))
+    assert ours.keys() == plain.keys()
+    # A number between two integers falls on either side of a half: 1.6e-3 of a norm at most.
+    allowed = 1e-2 if experiment == "bitnet_pretrain" else 1e-5
+    for (step, name), value in plain.items():  # perplexities and their bounds are powers of losses
+        assert ours[step, name] == pytest.approx(value, rel=allowed if "loss" in name else 10 * allowed), (step, name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -337,6 +355,10 @@ def test_draws_of_the_generator_are_refused() -> None:
     x = torch.ones(3, device="meta")
     with pytest.raises(ConfigError, match=r"draws by torch's own generator \(aten\..*set it to 0"):
         function_of(lambda _: [nn.functional.dropout(x, 0.5)], {"batch/x": x}, known=lambda _: False)
+    config = composed("task=plan", "hw=v6e1", "hw.runtime=torchtpu")
+    planning = TracingRuntime(config.hw, sharding=config.sharding)
+    with pytest.raises(ConfigError, match=r"draws by torch's own generator"):
+        planning.lower(lambda batch: nn.functional.dropout(batch["x"], 0.5), name="x", batch={"x": x}, rows_dim=0)
 
 
 def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:
@@ -344,3 +366,26 @@ def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:
     graph = make_fx(lambda tensors: int8_product(*tensors, 1))([x, weight])
     with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; the program calls tpu_experiments\.int8_product"):
         as_function_of(graph, [("x", x), ("weight", weight)])
+
+
+def test_running_sums_are_those_of_plain_torch() -> None:
+    x = torch.arange(2 * 13 * 3).reshape(2, 13, 3) % 7
+    for dim in range(-3, 3):
+        assert torch.equal(running_sum(x, dim), x.cumsum(dim))
+    assert running_sum(x, 1, dtype=torch.int32).dtype == torch.int32
+    assert running_sum(x > 3, 1).dtype == torch.int64
+    torch.testing.assert_close(running_sum(x / 7, 1), (x / 7).cumsum(1))
+
+
+def test_a_number_made_into_a_tensor_is_a_constant() -> None:
+    load()
+    x = torch.empty(4, device="meta")
+    graph = make_fx(lambda tensors: [tensors[0] * torch.sqrt(torch.tensor(6.25))])([x])
+    read = as_function_of(graph, [("x", x)])
+    assert [name for name, _ in read] == ["x"]
+    assert "scalar_tensor" in graph.code
+    assert "6.25" in graph.code
+    whole = torch.ones(4)  # a tensor with values that were not placed stays refused
+    graph = make_fx(lambda tensors: [tensors[0] + whole.to("meta")])([x])
+    with pytest.raises(RuntimeError, match=r"reads a tensor of \(4,\) that was not placed"):
+        as_function_of(graph, [("x", x)])

@@ -22,6 +22,7 @@ from torch._functorch.partitioners import (
 )
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
+from tpu_experiments.runtime.ops import identity
 
 LOW = "low"
 """Name of an adapter's low-rank product A x, r numbers per token, and of DoRA's norms: always saved."""
@@ -41,7 +42,8 @@ def _(x: Tensor, name: str) -> Tensor:
     return torch.empty_like(x)
 
 
-SAME_NUMBERS.add(torch.ops.tpu_experiments.named.default)
+NAMED = torch.ops.tpu_experiments.named.default
+SAME_NUMBERS.add(NAMED)
 named.register_autograd(lambda ctx, grad: (grad, None))
 
 
@@ -67,6 +69,7 @@ class LayerGraph:
         *,
         remat: str,
         saved: Sequence[str] = (),
+        apart: Callable[[Tensor], Tensor] = identity,
     ) -> "LayerGraph":
         """Trace `compute` for tensors of these shapes and data types.
 
@@ -74,6 +77,7 @@ class LayerGraph:
             weights: stacks, of which one slice is a layer's.
             remat: policy of what is saved, by name.
             saved: names saved in addition.
+            apart: returns a value behind a barrier (`Folding.apart`).
         """
         examples = [
             torch.empty_like(hidden, requires_grad=True),
@@ -98,9 +102,31 @@ class LayerGraph:
             warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
             traced(*examples)
         forward, backward = graphs
+        read_apart(forward, apart)
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         return LayerGraph(forward, backward, tuple(inputs.get(node) for node in results[1:]), count)
+
+
+def read_apart(forward: fx.GraphModule, apart: Callable[[Tensor], Tensor]) -> None:
+    """Have a layer read its saved projections behind a barrier, in place.
+
+    The product that computes one then writes it into its stack as well. Otherwise XLA computes what reads the
+    projection in that product, and the projection itself once more for the stack, from arrays of its size: 250 of the
+    4,580 us of a layer of Mistral 7B on v6e-8 (tests/benchmarks/README.md, Unrolled and folded layers).
+    """
+    output = forward.graph.output_node()
+    results: Any = output.args[0]
+    for node in dict.fromkeys(results[1:]):
+        if not isinstance(node, fx.Node) or node.target is not NAMED or node.args[1] not in PROJECTIONS:
+            continue
+        readers = [user for user in node.users if user is not output]
+        if readers:
+            with forward.graph.inserting_after(node):
+                behind = forward.graph.call_function(apart, (node,))
+            for user in readers:
+                user.replace_input_with(node, behind)
+    forward.recompile()
 
 
 def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:
@@ -177,7 +203,7 @@ def is_kept(node: fx.Node, names: set[str]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return True
-    if target is torch.ops.tpu_experiments.named.default:
+    if target is NAMED:
         return node.args[1] in names
     return "attention" in names and "attention" in target.name()
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, ModelConfig, is_target
-from tpu_experiments.runtime.dynamic_type import SIGNED
+from tpu_experiments.runtime.dynamic_type import SIGNED, XLA_DEVICES
 from tpu_experiments.runtime.kernels import on_cuda
 from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.stacked import SIDE_TENSORS
@@ -145,9 +145,9 @@ def _unpacked(packed: Tensor) -> Tensor:
 def _nf4_values(codes: Tensor) -> Tensor:
     """Return NF4's values at the codes, float32.
 
-    On XLA by choosing between pairs, bit by bit: a TPU has no fast gather, and a table would be sent with every step.
+    In XLA's programs by choosing between pairs, bit by bit, since a table would be sent with every step.
     """
-    if codes.device.type != "xla":
+    if codes.device.type not in XLA_DEVICES:
         return torch.tensor(NF4, device=codes.device)[codes.int()]
     values: list[Tensor | float] = list(NF4)
     for bit in range(4):
@@ -159,11 +159,11 @@ def _nf4_values(codes: Tensor) -> Tensor:
 
 
 def _eight_bit(codes: Tensor) -> Tensor:
-    """Return the values of the dynamic data type at the codes, float32; on XLA computed, to one unit in the last place.
+    """Return the values of the dynamic data type at the codes, float32; to one unit in the last place in XLA's programs.
 
     Magnitude m of m - 127 has a decade 10^(e - 6) with e = floor(log2 m), of which it is one of 2^e equal parts.
     """
-    if codes.device.type != "xla":
+    if codes.device.type not in XLA_DEVICES:
         return torch.tensor(SIGNED, device=codes.device)[codes.int()]
     signed = codes.to(torch.int32) - 127
     magnitude = signed.abs()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpu_experiments.config.schema import BLOCK
-from tpu_experiments.runtime.dynamic_type import DECADES, SIGNED, UNSIGNED, num_values
+from tpu_experiments.runtime.dynamic_type import DECADES, SIGNED, UNSIGNED, XLA_DEVICES, num_values
 from tpu_experiments.runtime.sharding import ABSMAX
 
 ZERO = 127
@@ -81,14 +81,14 @@ def _elements(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 # ---- the data type ------------------------------------------------------------------------------------------
 
-# On XLA codes are computed, by ramps (clamped linear functions), since a TPU has no fast gather, torch_xla sends
+# In XLA's programs codes are computed, by ramps (clamped linear functions): a TPU has no fast gather, torch_xla sends
 # `bucketize` to the host, and a comparison with a Python number becomes one in float64. A decade's values are the
 # centres of equal intervals, and each value's code is the number of midpoints between values below it.
 
 
 def _values_at(codes: Tensor, *, signed: bool) -> Tensor:
     """Return the float32 values of codes."""
-    if codes.device.type != "xla":
+    if codes.device.type not in XLA_DEVICES:
         return _table(codes.device, signed=signed)[codes.int()]
     numbers = codes.to(torch.float32)
     if not signed:
@@ -99,7 +99,7 @@ def _values_at(codes: Tensor, *, signed: bool) -> Tensor:
 
 def _nearest(scaled: Tensor, *, signed: bool) -> Tensor:
     """Return the codes, uint8, of the values nearest to `scaled`, in [-1, 1]."""
-    if scaled.device.type != "xla":
+    if scaled.device.type not in XLA_DEVICES:
         table = _table(scaled.device, signed=signed)
         return torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
     if not signed:

@@ -2,6 +2,9 @@
 
 import torch
 
+XLA_DEVICES = ("xla", "meta")
+"""Devices of tensors in programs that XLA compiles, where values are computed and not looked up in a table, since a TPU
+has no fast gather. TorchTPU's programs are traced on the meta device."""
 DECADES = range(7)
 """Numbers of the decades (10^(i - 7), 10^(i - 6)], which have 2^i values each, or twice as many without a sign."""
 

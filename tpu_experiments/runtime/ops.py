@@ -149,6 +149,8 @@ class Folding:
     axes: Callable[[str, tuple[int, ...]], Axes] = replicated
     """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()
+    apart: Callable[[Tensor], Tensor] = identity
+    """Returns a value unchanged, behind a barrier that the compiler fuses nothing across."""
     row_shards: int = 1
     """Number of parts that the rows of a batch are split into inside one program."""
 

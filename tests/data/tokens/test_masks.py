@@ -1,6 +1,7 @@
 """Which tokens are learnt, token by token: against transformers' own masks, and for any contents."""
 
 import functools
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def test_masks_are_transformers_own_on_real_conversations(shared_data, tokenizer
 def test_masks_are_transformers_own_with_other_tokenizers(make, name):
     if (make, name) == (byte_level, "MISTRAL_V03"):
         pytest.skip("transformers learns nothing here: it looks for the answer's first character, a trimmed blank")
+    if make is mistral and name in ("gemma3", "qwen2_5", "qwen3") and not version("transformers").startswith("5.23."):
+        pytest.skip("transformers 5.24 also learns the piece of a blank that SentencePiece puts behind the end marker")
     assert_same_masks(name, make(), BUILT_IN)
 
 

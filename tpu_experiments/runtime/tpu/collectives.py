@@ -1,7 +1,7 @@
-"""Constraints and sums over chips in TorchTPU's graphs.
+"""Constraints, sums over chips and barriers in TorchTPU's graphs.
 
 TorchTPU lowers a collective only in a process group of TPUs (torch_tpu 0.2.0: "No backend type associated with device
-type tpu"), so both go in as the StableHLO that XLA has for them. In `spmd` XLA partitions the program by the shardings
+type tpu"), so they go in as the StableHLO that XLA has for them. In `spmd` XLA partitions the program by the shardings
 of its arguments and these constraints, as it does torch_xla's; in `spawn` every chip has a process and runs the program
 on its rows, and sums are over all of them.
 """
@@ -19,6 +19,8 @@ from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.loop import traced_loop
 
 SUM, CONSTRAIN = "tpu_experiments.sum_over_chips.default", "tpu_experiments.constrained.default"
+APART = "tpu_experiments.apart.default"
+OPERATORS = (SUM, CONSTRAIN, APART)
 """The operators of this file, as a traced graph names them."""
 TYPES = {
     "float32": "f32",
@@ -52,7 +54,23 @@ def _(tensor: Tensor, sharding: str) -> Tensor:
     return torch.empty_like(tensor)
 
 
+@torch.library.custom_op("tpu_experiments::apart", mutates_args=())
+def _apart(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+@_apart.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 _constrained.register_autograd(lambda ctx, grad: (grad, None))
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """Return the tensor's value behind an optimization barrier."""
+    behind: Tensor = _apart(tensor)
+    return behind
 
 
 def sum_over_chips(tensors: list[Tensor]) -> list[Tensor]:
@@ -74,11 +92,11 @@ def constraints_over(mesh: Mesh) -> Constrain:
 def folding_over(mesh: Mesh, table: ShardingTable | None) -> Folding:
     """Return what folded layers need on chips over which XLA partitions programs; without a table it does not."""
     if table is None:
-        return Folding(traced_loop)
-    return Folding(traced_loop, constraints_over(mesh), axes=table.axes, row_shards=mesh.num_shards)
+        return Folding(traced_loop, apart=apart)
+    return Folding(traced_loop, constraints_over(mesh), axes=table.axes, apart=apart, row_shards=mesh.num_shards)
 
 
-def lowered_collective(name: str, arguments: tuple[Any, ...], *, num: int) -> Tensor:
+def lowered_operator(name: str, arguments: tuple[Any, ...], *, num: int) -> Tensor:
     """Return the result of an operator of this file on TorchTPU's placeholders.
 
     Args:
@@ -87,7 +105,12 @@ def lowered_collective(name: str, arguments: tuple[Any, ...], *, num: int) -> Te
     tensor, *how = arguments
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     kind = TYPES[dtype]
-    text = _text_of_sum(shape, kind, num=num) if name == SUM else _text_of_constraint(shape, kind, sharding=how[0])
+    if name == SUM:
+        text = _text_of_sum(shape, kind, num=num)
+    elif name == CONSTRAIN:
+        text = _text_of_constraint(shape, kind, sharding=how[0])
+    else:
+        text = _text_of_barrier(shape, kind)
     (made,) = spliced(text, inputs=[tensor], results=((shape, dtype),))
     return made
 
@@ -111,6 +134,12 @@ def _text_of_constraint(shape: tuple[int, ...], dtype: str, *, sharding: str) ->
     of = _type(shape, dtype)
     call = f'stablehlo.custom_call @Sharding(%x) {{mhlo.sharding = "{sharding}"}} : ({of}) -> {of}'
     return _function(of, f"    %same = {call}")
+
+
+@functools.cache
+def _text_of_barrier(shape: tuple[int, ...], dtype: str) -> str:
+    of = _type(shape, dtype)
+    return _function(of, f"    %same = stablehlo.optimization_barrier %x : {of}")
 
 
 def _function(of: str, body: str) -> str:

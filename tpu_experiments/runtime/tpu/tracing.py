@@ -31,7 +31,7 @@ from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, 
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.buffers import storage_of
-from tpu_experiments.runtime.tpu.collectives import CONSTRAIN, SUM, folding_over, lowered_collective, sum_over_chips
+from tpu_experiments.runtime.tpu.collectives import OPERATORS, folding_over, lowered_operator, sum_over_chips
 from tpu_experiments.runtime.tpu.loop import REVERSED, results_of, tensors_of
 
 NO_TPU = {
@@ -131,6 +131,7 @@ class TracingRuntime(DevicelessRuntime):
         run([])  # what is computed once, outside a graph: layers' own graphs, and whether the head is a product
         load()
         graph = make_fx(run, tracing_mode="real")([tensor for _, tensor in given])
+        _refuse_draws(graph)
         read = as_function_of(graph, given)
         text = stablehlo_of(graph, [tensor for _, tensor in read], target=self.target)
         return Lowered(
@@ -176,9 +177,7 @@ def function_of(
     """
     run([])  # what is computed once, outside a graph: layers' own graphs, and whether the head is a product
     graph = make_fx(run, tracing_mode="real")(list(given.values()))
-    for part in graph.modules():
-        if isinstance(part, fx.GraphModule):
-            _refuse_draws(part)
+    _refuse_draws(graph)
     fixed: dict[StorageWeakRef, Tensor] = {}
     own = {storage_of(tensor) for tensor in given.values()}
     for node in graph.graph.find_nodes(op="get_attr"):
@@ -198,7 +197,8 @@ def function_of(
 
 
 def _refuse_draws(graph: fx.GraphModule) -> None:
-    for node in graph.graph.nodes:
+    parts = [part for part in graph.modules() if isinstance(part, fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ConfigError(
                 f"hw.runtime=torchtpu; the program draws by torch's own generator ({node.target}), as a model's own "
@@ -263,7 +263,7 @@ def as_function_of(
             value = operator.attrgetter(node.target)(graph)
             if not isinstance(value, Tensor):
                 continue  # the body of a loop
-            source = of_storage.get(storage_of(value))
+            source = of_storage.get(storage_of(value)) or _written_out(graph, value, before=node)
             if source is None:
                 raise RuntimeError(f"a traced program reads a tensor of {tuple(value.shape)} that was not placed")
             node.replace_all_uses_with(source)
@@ -280,13 +280,22 @@ def as_function_of(
     return [pair for pair, _ in read]
 
 
+def _written_out(graph: fx.GraphModule, value: Tensor, *, before: fx.Node) -> fx.Node | None:
+    """Return a number that a model makes into a tensor in its forward pass as a constant; None for other tensors."""
+    if value.ndim or value.device.type == "meta":
+        return None
+    with graph.graph.inserting_before(before):
+        kept: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        return graph.graph.call_function(torch.ops.aten.scalar_tensor.default, (value.item(),), kept)
+
+
 def _on_tpu(graph: fx.GraphModule) -> None:
     """Have a graph make its tensors on the TPU, and drop names of values."""
     for node in list(graph.graph.nodes):
         if str(node.target) == NAMED:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, SUM, CONSTRAIN):
+        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, *OPERATORS):
             raise ConfigError(
                 f"hw.runtime=torchtpu; the program calls {node.target}, which is not lowered by TorchTPU yet; use "
                 "hw.runtime=xla."
@@ -304,6 +313,21 @@ def load() -> None:
         from torch_tpu import _loader
 
         _loader._init_device("tpu")
+
+
+def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return sums up to every place of a dimension, in log2(n) additions of the tensor and itself, shifted.
+
+    TorchTPU lowers cumsum to chlo.scan, on which XLA's compiler for the CPU aborts (jaxlib 0.12: "Check failed:
+    operand_maps.size() == 1").
+    """
+    x = x.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
+    dim, shift = dim % x.ndim, 1
+    while shift < x.shape[dim]:
+        before = x.narrow(dim, 0, x.shape[dim] - shift)
+        x = x + torch.nn.functional.pad(before, [0, 0] * (x.ndim - 1 - dim) + [shift, 0])
+        shift *= 2
+    return x
 
 
 def stablehlo_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target = ONE_CHIP) -> str:
@@ -336,8 +360,10 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target
             if str(op) in NAMES:
                 shards = {"num_shards": target.row_shards, "head_shards": target.head_shards}
                 return lowered_call(NAMES[str(op)], args, max_block=target.max_block, **shards)
-            if str(op) in (SUM, CONSTRAIN):
-                return lowered_collective(str(op), args, num=target.num_processes)
+            if op is torch.ops.aten.cumsum.default:
+                return running_sum(*args, **kwargs)
+            if str(op) in OPERATORS:
+                return lowered_operator(str(op), args, num=target.num_processes)
             return super().call_function(op, args, kwargs)
 
     def scanned(body: fx.GraphModule, carry: Any, xs: Any, others: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 import torch_xla.experimental.scan as torch_xla_scan
 from torch import Tensor
 from torch_xla.experimental import stablehlo_custom_call
@@ -186,6 +187,13 @@ def _placed(memory: str) -> Any:
     return place
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """Return the tensor's value behind an optimization barrier."""
+    behind = tensor.clone()
+    xm.optimization_barrier_([behind])
+    return behind
+
+
 def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -> Folding:
     """Return the folding of programs for `device`; only `spmd` shards them over the mesh.
 
@@ -196,4 +204,4 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
         loop, constrain, shards = loop_for(device, mesh=mesh), constraints_over(mesh), mesh.num_shards
     else:
         loop, constrain, shards = loop_for(device, mesh=Mesh()), unconstrained, 1
-    return Folding(loop, constrain, table.axes, host_memory_for(device), shards)
+    return Folding(loop, constrain, table.axes, host_memory_for(device), apart, shards)
