@@ -159,7 +159,7 @@ def _nf4_values(codes: Tensor) -> Tensor:
 
 
 def _eight_bit(codes: Tensor) -> Tensor:
-    """Return the values of the dynamic data type at the codes, float32; to one unit in the last place in XLA's programs.
+    """Return the values of the dynamic data type at the codes, float32; to one unit in the last place by XLA.
 
     Magnitude m of m - 127 has a decade 10^(e - 6) with e = floor(log2 m), of which it is one of 2^e equal parts.
     """
