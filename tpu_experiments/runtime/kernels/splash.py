@@ -10,6 +10,7 @@ in (T, H D) that is a block too, so its kernels run unchanged when each block is
 embedding is applied on the way in. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -74,8 +75,11 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
                 flat[first + place] = heads_last(flat[first + place])
             found = list(run(*flat))
             for place in given:
-                head_dim = out_specs[place].block_shape[-1]
-                found[place] = heads_first(found[place], head_dim=head_dim)
+                head_dim, (*parts, tokens, width) = out_specs[place].block_shape[-1], found[place].shape
+                # Of one part only, splash's sum over parts is a reshape. In front of it XLA would keep the transpose.
+                once = parts if math.prod(parts) > 1 else []
+                heads = heads_first(found[place].reshape(*once, tokens, width), head_dim=head_dim)
+                found[place] = heads.reshape(*parts, *heads.shape[-3:])
             return found
 
         return call
