@@ -15,7 +15,7 @@ from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
-from tpu_experiments.runtime.ops import Folding, HostMemory, python_loop
+from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
 pytestmark = pytest.mark.xla
@@ -38,14 +38,14 @@ def gradients_of(make_config):
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     def compute(
-        model: str, *overrides: str, eager: bool = False, kernel: Any = None, **folding: Any
+        model: str, *overrides: str, eager: bool = False, host: HostMemory | None = None, kernel: Any = None
     ) -> tuple[Tensor, dict[str, Tensor], Run]:
         tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
         config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
         runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
         install_attention_kernel(kernel)
-        if folding:
-            runtime.folding = replace(runtime.folding, **folding)
+        if host is not None:
+            runtime.folding = replace(runtime.folding, host=host)
         run = Run(config, runtime)
         for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
             if name.endswith("lora_B"):
@@ -130,24 +130,35 @@ def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):
     assert {shape[-1] for shape in moved} == {ours[2].model.module.config.hidden_size}
 
 
+def test_norms_of_heads_read_them_behind_a_barrier(gradients_of):
+    job = ("gemma3_270m", "lora=none", "model.remat=layer_inputs")
+    ours = gradients_of(*job)
+    agree(ours, gradients_of(*job, eager=True))
+    for graph in ours[2].model.module.model.layers.graphs.values():
+        for part, num in ((graph.forward, 2), (graph.backward, 4)):  # queries and keys; computed again, and gradients
+            found = [node for node in part.graph.nodes if node.target is APART and node.meta["val"].ndim == 4]
+            assert len(found) == num
+
+
+def is_apart(node: Any) -> bool:
+    """Tell whether a node is the barrier behind a named value."""
+    return node.target is APART and node.args[0].target is torch.ops.tpu_experiments.named.default
+
+
 @pytest.mark.parametrize(
     ("model", "remat", "num"),
     [("mistral7b", "save_dots", 6), ("mistral7b", "layer_inputs", 0), ("gemma3_270m", "save_dots", 12)],
 )
 def test_saved_projections_are_read_behind_a_barrier(gradients_of, model, remat, num):
-    behind = []
-
-    def apart(tensor):
-        behind.append(tuple(tensor.shape))
-        return tensor.clone()
-
-    job = (model, "lora=all_linear_r8", f"model.remat={remat}")
-    ours = gradients_of(*job, apart=apart)
-    agree(ours, gradients_of(*job))
-    assert len(behind) == num, "all but down_proj's, in each layer of the period"
+    ours = gradients_of(model, "lora=all_linear_r8", f"model.remat={remat}")
+    agree(ours, gradients_of(model, "lora=all_linear_r8", eager=True))
+    found = []
     for graph in ours[2].model.module.model.layers.graphs.values():
         results = graph.forward.graph.output_node().args[0]
-        assert not any(node.target is apart for node in results), "stacks take what the products computed"
+        assert not any(node.target is APART for node in results if node), "stacks take what the products computed"
+        found += [node.args[0].args[1] for node in graph.forward.graph.nodes if is_apart(node)]
+    assert len(found) == num, "all but down_proj's, in each layer of the period"
+    assert not num or set(found) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
 
 
 @pytest.mark.slow

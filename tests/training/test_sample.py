@@ -44,3 +44,19 @@ def test_every_prompt_is_continued_as_if_it_were_alone(make_config):
     texts = sampler.run(prompts, max_new_tokens=NEW)
     assert texts == [" ".join(map(str, tokens.tolist())) for tokens in expected]
     assert runtime.counters().num_compiles - before == 1
+
+
+def test_draws_follow_from_the_seed_alone(make_config):
+    texts = {}
+    for name, seed in (("xla", 0), ("eager", 0), ("eager", 1)):
+        config = make_config(*overrides("mistral7b", name), "lora=none", "sample.temperature=1", "sample.window=64")
+        runtime = make_runtime(config)
+        model = built(config, runtime)
+        parts = {"runtime": runtime, "parameters": model.trainable, "settings": config.sample, "seed": seed}
+        sampler = Sampler(model.module, tokenizer=Numbers(), **parts)
+        texts[name, seed] = sampler.run(prompts_of(5, 5), max_new_tokens=NEW)
+        assert sampler.run(prompts_of(5, 5), max_new_tokens=NEW) == texts[name, seed]
+    assert texts["xla", 0] == texts["eager", 0] != texts["eager", 1]
+    first, second = texts["eager", 0]
+    assert first != second
+    assert len(set(first.split())) > NEW / 2, "random weights are near an even distribution"

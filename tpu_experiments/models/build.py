@@ -28,11 +28,13 @@ from tpu_experiments.models.lora import (
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
-from tpu_experiments.runtime.ops import Folding, PlaceTensor
+from tpu_experiments.runtime.ops import Folding, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
 
 STARTS = ("pissa", "loftq")
 """Values of `lora.init` whose B A is not zero."""
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Names of the norms of queries' and keys' heads in transformers."""
 
 
 def stacked_weights(
@@ -197,6 +199,8 @@ def build_model(
     for part in module.modules():
         if isinstance(part, RoundedLinear):
             part.row_shards = folding.row_shards if folding is not None else 1
+    if folding is not None:
+        read_heads_apart(module)
     chosen = source.model
     if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
         recompute(module, remat=chosen.remat, saved=chosen.saved)
@@ -220,6 +224,22 @@ def build_model(
     in_order = {name: trainable[name] for name in names}
     is_reduced = lora.init == "pissa"
     return BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
+
+
+def read_heads_apart(module: nn.Module) -> None:
+    """Have norms of queries' and keys' heads (Gemma 3, Qwen 3) read (B, N, T, D) behind a barrier.
+
+    The view of a projection as heads is another layout on a TPU. XLA would copy it in float32 as (B, T, N, D), where
+    the dimension of heads is padded to 8, for the norm, and once more for the kernel of the attention.
+    """
+    for name, part in module.named_modules():
+        if name.rpartition(".")[2] in HEAD_NORMS:
+            part.register_forward_pre_hook(_apart)
+
+
+def _apart(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    heads, *rest = inputs
+    return (apart(heads), *rest) if heads.ndim == 4 else inputs
 
 
 def placed_buffers(module: nn.Module, *, place: PlaceTensor) -> None:

@@ -321,14 +321,7 @@ class FoldedLayers(nn.Module):
                 return call_layer(template, hidden, dict(zip(names, weights, strict=True)), constants, spec=spec)
 
             self.graphs[key] = LayerGraph.trace(
-                compute,
-                template,
-                hidden,
-                list(weights.values()),
-                constants,
-                remat=self.remat,
-                saved=self.saved,
-                apart=self.folding.apart,
+                compute, template, hidden, list(weights.values()), constants, remat=self.remat, saved=self.saved
             )
         return self.graphs[key]
 

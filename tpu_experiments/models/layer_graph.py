@@ -22,7 +22,7 @@ from torch._functorch.partitioners import (
 )
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
-from tpu_experiments.runtime.ops import identity
+from tpu_experiments.runtime.ops import APART
 
 LOW = "low"
 """Name of an adapter's low-rank product A x, r numbers per token, and of DoRA's norms: always saved."""
@@ -72,7 +72,6 @@ class LayerGraph:
         *,
         remat: str,
         saved: Sequence[str] = (),
-        apart: Callable[[Tensor], Tensor] = identity,
     ) -> "LayerGraph":
         """Trace `compute` for tensors of these shapes and data types.
 
@@ -80,7 +79,6 @@ class LayerGraph:
             weights: stacks, of which one slice is a layer's.
             remat: policy of what is saved, by name.
             saved: names saved in addition.
-            apart: returns a value behind a barrier (`Folding.apart`).
         """
         examples = [
             torch.empty_like(hidden, requires_grad=True),
@@ -105,13 +103,13 @@ class LayerGraph:
             warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
             traced(*examples)
         forward, backward = graphs
-        read_apart(forward, apart)
+        read_apart(forward)
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         return LayerGraph(forward, backward, tuple(inputs.get(node) for node in results[1:]), count)
 
 
-def read_apart(forward: fx.GraphModule, apart: Callable[[Tensor], Tensor]) -> None:
+def read_apart(forward: fx.GraphModule) -> None:
     """Have a layer read its saved projections, those of `READ_APART`, behind a barrier, in place.
 
     The product that computes one then writes it into its stack as well. Otherwise XLA computes what reads the
@@ -126,7 +124,7 @@ def read_apart(forward: fx.GraphModule, apart: Callable[[Tensor], Tensor]) -> No
         readers = [user for user in node.users if user is not output]
         if readers:
             with forward.graph.inserting_after(node):
-                behind = forward.graph.call_function(apart, (node,))
+                behind = forward.graph.call_function(APART, (node,))
             for user in readers:
                 user.replace_input_with(node, behind)
     forward.recompile()

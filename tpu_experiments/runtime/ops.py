@@ -132,6 +132,21 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@torch.library.custom_op("tpu_experiments::apart", mutates_args=())
+def apart(tensor: Tensor) -> Tensor:
+    """Return a value, and pass its gradient on, behind a barrier that XLA fuses nothing across; elsewhere a copy."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@apart.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+apart.register_autograd(lambda ctx, grad: apart(grad))
+APART = torch.ops.tpu_experiments.apart.default
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
@@ -149,8 +164,6 @@ class Folding:
     axes: Callable[[str, tuple[int, ...]], Axes] = replicated
     """Maps the name and shape of a parameter to the mesh axes that each dimension is sharded over."""
     host: HostMemory = HostMemory()
-    apart: Callable[[Tensor], Tensor] = identity
-    """Returns a value unchanged, behind a barrier that the compiler fuses nothing across."""
     row_shards: int = 1
     """Number of parts that the rows of a batch are split into inside one program."""
 

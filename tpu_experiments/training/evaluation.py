@@ -26,8 +26,9 @@ from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
-from tpu_experiments.models.dropout import NOISE
+from tpu_experiments.models.dropout import NOISE, hashed
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
+from tpu_experiments.models.gumbel import sampled
 from tpu_experiments.models.loss import TokenScores
 from tpu_experiments.objectives.base import Measured
 from tpu_experiments.optim.ema import held_of
@@ -35,6 +36,8 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import host_copy, on_host
 from tpu_experiments.training.step import ROW_TENSORS, RowLoss
 
+WORDS = "words"
+"""Key of a sampler's random words among its program's tensors, one for each row."""
 TEXT = "text"
 """Name of the tensor that marks the tokens that stand for text."""
 DERIVED_MEASURES = ("accuracy", "bits_per_byte")
@@ -225,9 +228,12 @@ class Sampler:
         for row, ids in enumerate(kept):
             ids_RT[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         last_R = torch.tensor([len(ids) - 1 for ids in kept], dtype=torch.int32)
-        batch = self.runtime.put({"ids": ids_RT, "last": last_R}, rows_dim=-1)
+        started = {"ids": ids_RT, "last": last_R}
+        if self.temperature:
+            words_R = np.random.Philox(key=self.seed % 2**64).random_raw(len(kept)) >> np.uint64(32)
+            started[WORDS] = torch.from_numpy(words_R.astype(np.uint32).view(np.int32))
+        batch = self.runtime.put(started, rows_dim=-1)
         self.module.eval()
-        self.runtime.seed(self.seed)
         for _ in range(max_new_tokens):
             batch = self.program(batch)
         self.module.train()
@@ -239,15 +245,24 @@ class Sampler:
         ]
 
     def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program."""
+        """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program.
+
+        With a temperature `words` (R,) int32 decide the draws, and are replaced by others.
+        """
         ids_RT, last_R = batch["ids"], batch["last"]
         index_T = torch.arange(self.window, device=ids_RT.device, dtype=torch.int32)
         segments_RT = (index_T <= last_R[:, None]).to(torch.int32)
         rows = {"ids": ids_RT, "positions": index_T.expand(ids_RT.shape), "segments": segments_RT}
         with torch.no_grad():
             logits_RV = self._logits(rows, last_R)
-        token_R1 = self._choose(logits_RV[:, None]).to(torch.int32)
-        return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1}
+        more = {}
+        if self.temperature:  # a draw by words of its own, so that it is the same on every device
+            token_R = sampled(logits_RV.float() / self.temperature, batch[WORDS])
+            more[WORDS] = hashed(batch[WORDS])
+        else:
+            token_R = logits_RV.argmax(-1)
+        token_R1 = token_R[:, None].to(torch.int32)
+        return {"ids": torch.where(index_T == last_R[:, None] + 1, token_R1, ids_RT), "last": last_R + 1, **more}
 
     def _logits(self, rows: Mapping[str, Tensor], last_R: Tensor) -> Tensor:
         """Return logits (R, V) after position `last` (R,) of every row.
@@ -261,17 +276,6 @@ class Sampler:
         hidden_RTH, head_VH = hidden_of(self.module, parameters, rows)
         hidden_RH = hidden_RTH[index_R, last_R.long()]
         return capped(F.linear(hidden_RH, head_VH.to(hidden_RH.dtype)), soft_cap_of(self.module))
-
-    def _choose(self, logits_R1V: Tensor) -> Tensor:
-        """Return token ids (R, 1): the likeliest, or a draw by the Gumbel-max trick.
-
-        The trick takes the argmax of logits plus Gumbel noise.
-        """
-        if self.temperature == 0:
-            return logits_R1V.argmax(-1)
-        uniform = torch.rand(logits_R1V.shape, device=logits_R1V.device, dtype=torch.float32)
-        gumbel = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
-        return (logits_R1V.float() / self.temperature + gumbel).argmax(-1)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, kind: str) -> list[int]:

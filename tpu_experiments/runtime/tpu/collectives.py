@@ -14,14 +14,13 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.runtime.kernels.on_torchtpu import spliced
-from tpu_experiments.runtime.ops import Constrain, Folding
+from tpu_experiments.runtime.ops import APART, Constrain, Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.loop import traced_loop
 
 SUM, CONSTRAIN = "tpu_experiments.sum_over_chips.default", "tpu_experiments.constrained.default"
-APART = "tpu_experiments.apart.default"
-OPERATORS = (SUM, CONSTRAIN, APART)
-"""The operators of this file, as a traced graph names them."""
+OPERATORS = (SUM, CONSTRAIN, str(APART))
+"""The operators of this file, and the barrier, as a traced graph names them."""
 TYPES = {
     "float32": "f32",
     "bfloat16": "bf16",
@@ -54,23 +53,7 @@ def _(tensor: Tensor, sharding: str) -> Tensor:
     return torch.empty_like(tensor)
 
 
-@torch.library.custom_op("tpu_experiments::apart", mutates_args=())
-def _apart(tensor: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-@_apart.register_fake
-def _(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
-
-
 _constrained.register_autograd(lambda ctx, grad: (grad, None))
-
-
-def apart(tensor: Tensor) -> Tensor:
-    """Return the tensor's value behind an optimization barrier."""
-    behind: Tensor = _apart(tensor)
-    return behind
 
 
 def sum_over_chips(tensors: list[Tensor]) -> list[Tensor]:
@@ -92,12 +75,12 @@ def constraints_over(mesh: Mesh) -> Constrain:
 def folding_over(mesh: Mesh, table: ShardingTable | None) -> Folding:
     """Return what folded layers need on chips over which XLA partitions programs; without a table it does not."""
     if table is None:
-        return Folding(traced_loop, apart=apart)
-    return Folding(traced_loop, constraints_over(mesh), axes=table.axes, apart=apart, row_shards=mesh.num_shards)
+        return Folding(traced_loop)
+    return Folding(traced_loop, constraints_over(mesh), axes=table.axes, row_shards=mesh.num_shards)
 
 
 def lowered_operator(name: str, arguments: tuple[Any, ...], *, num: int) -> Tensor:
-    """Return the result of an operator of this file on TorchTPU's placeholders.
+    """Return the result of one of `OPERATORS` on TorchTPU's placeholders.
 
     Args:
         num: processes that a sum is over.

@@ -20,7 +20,17 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.ops import Body, Folding, HostMemory, Loop, Tensors, detached, length_of, unconstrained
+from tpu_experiments.runtime.ops import (
+    Body,
+    Folding,
+    HostMemory,
+    Loop,
+    Tensors,
+    apart,
+    detached,
+    length_of,
+    unconstrained,
+)
 from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.layout import constraints_over
@@ -187,8 +197,8 @@ def _placed(memory: str) -> Any:
     return place
 
 
-def apart(tensor: Tensor) -> Tensor:
-    """Return the tensor's value behind an optimization barrier."""
+@apart.register_kernel("xla")
+def _(tensor: Tensor) -> Tensor:
     behind = tensor.clone()
     xm.optimization_barrier_([behind])
     return behind
@@ -204,4 +214,4 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
         loop, constrain, shards = loop_for(device, mesh=mesh), constraints_over(mesh), mesh.num_shards
     else:
         loop, constrain, shards = loop_for(device, mesh=Mesh()), unconstrained, 1
-    return Folding(loop, constrain, table.axes, host_memory_for(device), apart, shards)
+    return Folding(loop, constrain, table.axes, host_memory_for(device), shards)

@@ -23,6 +23,7 @@ from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.runtime.tracing import tracing_runtime
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
+from tpu_experiments.training.evaluation import WORDS
 from tpu_experiments.training.pack import Pack, part_of
 from tpu_experiments.training.step import ACTIVE, ROW_TENSORS, stage_tensors
 
@@ -168,8 +169,8 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
 def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample") -> Lowered:
     """Lower one token of the samples, or of the answers to questions."""
     sampler = trainer.sampler if name == "sample" else trainer.asker.sampler
-    shapes = (("ids", (rows, window)), ("last", (rows,)))
-    batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes}
+    shapes = {"ids": (rows, window), "last": (rows,)} | ({WORDS: (rows,)} if sampler.temperature else {})
+    batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(sampler.next_token, name=name, batch=batch, rows_dim=-1)
     return lowered
