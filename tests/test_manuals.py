@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,8 @@ def test_every_command_of_the_manuals_composes() -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         for name, words in commands:
             words = [word for word in words if word not in FLAGS_OF_HYDRA and not word.startswith("+plan=")]
-            if tuple(words) in done:
+            is_lacking = "sweep=optuna_lora" in words and find_spec("optuna") is None  # an extra
+            if tuple(words) in done or is_lacking:
                 continue
             done.add(tuple(words))
             try:
