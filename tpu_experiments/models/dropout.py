@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 NOISE = "noise"
@@ -48,6 +50,12 @@ def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[No
     finally:
         if token is not None:
             _noise.reset(token)
+
+
+def random_words(num: int, *, key: int | NDArray[np.uint64], counter: int = 0) -> NDArray[np.int32]:
+    """Return random words (num,) by Philox, a function of the key and the counter that it begins at."""
+    drawn = np.random.Philox(key=key, counter=counter).random_raw(num) >> np.uint64(32)
+    return drawn.astype(np.uint32).view(np.int32)
 
 
 def noise_of(rows: Mapping[str, Tensor]) -> Tensor | None:

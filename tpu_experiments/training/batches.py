@@ -38,6 +38,7 @@ from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.bitnet import MIX
+from tpu_experiments.models.dropout import random_words
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
 from tpu_experiments.optim.schedules import multiplier
@@ -409,11 +410,11 @@ def with_noise(batch: Batch, *, seed: int, index: int, is_spread: bool = False) 
             those of a low-discrepancy sampler (arXiv 2107.00630); each by itself is uniform.
     """
     key = np.array([seed % 2**64, index], np.uint64)
-    words_G = np.random.Philox(key=key, counter=NOISE_STREAM).random_raw(batch.num_rows) >> np.uint64(32)
+    words_G = random_words(batch.num_rows, key=key, counter=NOISE_STREAM)
     if is_spread:
-        places_G = np.arange(batch.num_rows, dtype=np.uint64) << np.uint64(32)
-        words_G = words_G[0] + places_G // np.uint64(batch.num_rows)
-    return replace(batch, noise_G=words_G.astype(np.uint32).view(np.int32))
+        places_G = (np.arange(batch.num_rows, dtype=np.uint64) << np.uint64(32)) // np.uint64(batch.num_rows)
+        words_G = words_G[:1] + places_G.astype(np.uint32).view(np.int32)
+    return replace(batch, noise_G=words_G)
 
 
 def trim_padding(batch: Batch, *, config: Config) -> Batch:

@@ -26,7 +26,7 @@ from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
-from tpu_experiments.models.dropout import NOISE, hashed
+from tpu_experiments.models.dropout import NOISE, hashed, random_words
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
 from tpu_experiments.models.gumbel import sampled
 from tpu_experiments.models.loss import TokenScores
@@ -230,8 +230,7 @@ class Sampler:
         last_R = torch.tensor([len(ids) - 1 for ids in kept], dtype=torch.int32)
         started = {"ids": ids_RT, "last": last_R}
         if self.temperature:
-            words_R = np.random.Philox(key=self.seed % 2**64).random_raw(len(kept)) >> np.uint64(32)
-            started[WORDS] = torch.from_numpy(words_R.astype(np.uint32).view(np.int32))
+            started[WORDS] = torch.from_numpy(random_words(len(kept), key=self.seed % 2**64))
         batch = self.runtime.put(started, rows_dim=-1)
         self.module.eval()
         for _ in range(max_new_tokens):

@@ -77,8 +77,8 @@ def flat_call(pallas_call: Callable[..., Any], *, phase: str) -> Callable[..., A
             for place in given:
                 head_dim, (*parts, tokens, width) = out_specs[place].block_shape[-1], found[place].shape
                 # Of one part only, splash's sum over parts is a reshape. In front of it XLA would keep the transpose.
-                once = parts if math.prod(parts) > 1 else []
-                heads = heads_first(found[place].reshape(*once, tokens, width), head_dim=head_dim)
+                outer = parts if math.prod(parts) > 1 else []
+                heads = heads_first(found[place].reshape(*outer, tokens, width), head_dim=head_dim)
                 found[place] = heads.reshape(*parts, *heads.shape[-3:])
             return found
 
