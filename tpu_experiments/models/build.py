@@ -227,10 +227,10 @@ def build_model(
 
 
 def read_heads_apart(module: nn.Module) -> None:
-    """Have norms of queries' and keys' heads (Gemma 3, Qwen 3) read (B, N, T, D) behind a barrier.
+    """Have norms of queries' and keys' heads, (B, N, T, D) in Gemma 3 and (B, T, N, D) in Qwen 3, read them apart.
 
-    The view of a projection as heads is another layout on a TPU. XLA would copy it in float32 as (B, T, N, D), where
-    the dimension of heads is padded to 8, for the norm, and once more for the kernel of the attention.
+    The view of a projection as heads is another layout on a TPU. Without the barrier XLA copies it in float32, for the
+    norm and once more behind it; with it, once in bf16 (tests/benchmarks/README.md, Other chips).
     """
     for name, part in module.named_modules():
         if name.rpartition(".")[2] in HEAD_NORMS:
