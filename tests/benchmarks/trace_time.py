@@ -88,7 +88,7 @@ def seconds_of_step(trainer: Any, shape: tuple[int, int, int]) -> tuple[dict[str
     from tpu_experiments.runtime.xla.programs import hlo_of
     from tpu_experiments.tasks.plan.programs import batch_like, stepped
 
-    batch = trainer.runtime.put(batch_like(shape, config=trainer.config), rows_dim=1)
+    batch = trainer.runtime.put(batch_like(shape, trainer=trainer), rows_dim=1)
     started = time.thread_time()
     out = stepped(trainer, batch)
     done = time.thread_time()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpu_experiments.models.dropout import _mixed, dropped, hashed, random_mask
+from tpu_experiments.models.dropout import RowDropout, _mixed, drop_by_rows, dropped, hashed, noise, random_mask
 from tpu_experiments.models.layer_graph import LayerGraph
 
 TOKENS, FEATURES, ROWS = 16384, 256, 16
@@ -66,6 +66,52 @@ def test_a_row_has_its_mask_wherever_it_is():
     assert torch.equal(mask.flatten(0, 1), random_mask(torch.empty(128, 32), both, layer=7, site=SITE, keep=keep))
     with pytest.raises(ValueError, match=r"dropout of \(3, 32\): 3 tokens are not those of 2 rows"):
         random_mask(torch.empty(3, 32), both, layer=7, site=SITE, keep=keep)
+
+
+def test_weights_of_attention_have_the_mask_of_a_row_head_and_token():
+    """With rows and heads in one dimension, as DeBERTa's have them, and in a shorter row."""
+    own, keep = words(7, rows=2), 0.9
+    mask = random_mask(torch.empty(2, 6, 64, 64), own, layer=1, site=SITE, keep=keep)
+    assert mask.float().mean() == pytest.approx(keep, abs=0.01)
+    flat = random_mask(torch.empty(12, 64, 64), own, layer=1, site=SITE, keep=keep)
+    assert torch.equal(flat.unflatten(0, (2, 6)), mask)
+    short = random_mask(torch.empty(2, 6, 40, 40), own, layer=1, site=SITE, keep=keep)
+    assert torch.equal(short, mask[:, :, :40, :40])
+    heads = ((mask.float() - keep) / math.sqrt(keep * (1 - keep))).flatten(2).flatten(0, 1)
+    assert (heads @ heads.T / heads.shape[1]).fill_diagonal_(0.0).abs().max() < 5 / 64
+
+
+class Block(nn.Module):
+    """Two layers, with and without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25)) for _ in range(2)])
+        self.off = nn.Dropout(0.0)
+
+
+def test_dropout_of_a_models_own_follows_from_the_rows_words():
+    block, x, own = Block().train(), torch.ones(2, 512, 8), words(3, rows=2)
+    drop_by_rows(block)
+    first, second = (layer[1] for layer in block.layers)
+    assert [type(first), first.p, type(block.off)] == [RowDropout, 0.25, nn.Dropout]
+    with noise(own):
+        found = first(x)
+        torch.manual_seed(1)
+        assert torch.equal(first(x), found)
+        assert torch.equal(first(x[1:].expand(2, -1, -1))[1], found[1])
+        assert not torch.equal(second(x), found), "the number of the layer counts"
+        with noise(own, layer=torch.tensor(1, dtype=torch.int32)):
+            assert torch.equal(first(x), second(x))
+        distances = first(torch.ones(512, 8))
+    assert found.unique().tolist() == pytest.approx([0.0, 1 / 0.75]) == distances.unique().tolist()
+    assert (found == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert (distances == 0).float().mean() == pytest.approx(0.25, abs=0.03)
+    with noise(own + 1):
+        assert not torch.equal(first(x), found)
+    with pytest.raises(RuntimeError, match=r"own dropout=0\.25; the rows handed to the model lack 'noise'"):
+        first(x)
+    assert first.eval()(x) is x
 
 
 def test_one_token_is_enough():

@@ -174,7 +174,7 @@ def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None
     host.build()
     values = {name: tensor.detach() for name, tensor in host.runtime.placed}
     whole = programs.shape_of(host.inputs.stages[0], runtime=host.runtime)
-    like = programs.batch_like(whole, config=config) | programs.added_like(host)
+    like = programs.batch_like(whole, trainer=host) | programs.added_like(host)
     rows = {f"batch/{name}": 1 for name, tensor in like.items() if tensor.ndim > 1}
     parameters, state = host.parameters, host.state
     for step in range(STEPS):
@@ -240,8 +240,6 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_every_recipe_trains_as_in_plain_torch(experiment: str, tmp_path: Path) -> None:
     words = ["debug=smoke", "hw=cpu", "sharding=replicated", f"experiment={experiment}"]
-    if experiment == "deberta_v3_rtd":  # whose own dropout is refused
-        words += ["model.arch.hidden_dropout_prob=0", "model.arch.attention_probs_dropout_prob=0"]
     for runtime in ("eager", "torchtpu"):
         done = run(tmp_path, *words, f"hw.runtime={runtime}", f"name={runtime}")
         assert done.returncode == 0, done.stderr[-3000:]

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.training.batches import training_tensors, with_step_noise
+from tpu_experiments.models.dropout import RowDropout
+from tpu_experiments.training.batches import has_noise, training_tensors, with_step_noise
 
 ROWS = 24
 
@@ -44,8 +46,11 @@ def test_a_row_keeps_its_word_in_every_process_and_micro_batch(make_config, worl
 @pytest.mark.parametrize("off", ["lora.dropout=0", "lora=none"])
 def test_without_dropout_there_are_none(make_config, off):
     overrides = ("lora.dropout=0.1",) if off == "lora=none" else ()
-    whole = words(make_config(off, *overrides))
-    assert whole.noise_G is None
+    config = make_config(off, *overrides)
+    assert not has_noise(config, nn.Dropout(0.1))
+    assert has_noise(config, RowDropout(0.1, name="own"))
+    rows = np.zeros((ROWS, 8), np.int32)
+    whole = Batch(rows, rows, rows, rows, ["-"] * ROWS)
     assert "noise" not in training_tensors(whole, Geometry(ROWS, ROWS, 1, 1, 8), lr=0.1)
 
 

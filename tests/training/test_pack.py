@@ -240,7 +240,9 @@ def test_the_models_of_the_recipes_can_be_packed(tiny, model):
 
 def test_a_model_with_dropout_of_its_own_is_refused(tiny):
     config, runtime = tiny("qwen05b", "+model.arch.attention_dropout=0.1")
-    with pytest.raises(ConfigError, match=r"own dropout \(model\.layers\.0\.self_attn\.attention_dropout=0\.1\) draws"):
+    with pytest.raises(
+        ConfigError, match=r"own dropout \(model\.layers\.0\.self_attn\.attention_dropout=0\.1\) may draw"
+    ):
         require_packable(built(config, runtime))
 
 

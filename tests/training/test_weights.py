@@ -28,7 +28,11 @@ def staged(tmp_path_factory: pytest.TempPathFactory):
 
 def batches(staged, *, first=0, process=(0, 1)):
     config, _, stage, rows, num_steps = staged
-    return list(step_batches(rows, stage, num_steps=num_steps, config=config, first=first, process=process, added={}))
+    return list(
+        step_batches(
+            rows, stage, num_steps=num_steps, config=config, first=first, process=process, added={}, draws=False
+        )
+    )
 
 
 def test_the_tokens_are_the_weights_share(staged):

@@ -1,10 +1,12 @@
 """Dropout masks as a function of position: no generator state, no storage, the same on any devices.
 
 Every row of a batch carries a random word (training/batches.py derives it from seed, stage, step and the row's number
-in the global batch). A bit of a mask is a hash of that word, the layer, the projection, the token's position in its
-row and the feature.
+in the global batch). A bit of a mask is a hash of that word, the layer, the module, the token's position in its row and
+the feature. Adapters draw so (models/lora.py), and so do a model's own dropout modules once `drop_by_rows` replaced
+them.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 NOISE = "noise"
 """Key of the rows' random words in a batch, (..., rows) int32."""
@@ -41,6 +43,21 @@ def current_noise() -> Noise | None:
     return _noise.get()
 
 
+def noise_in_use(owner: str, *, off: str) -> Noise:
+    """Return the noise of the current forward pass, for a module that cannot do without.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = _noise.get()
+    if found is None:
+        raise RuntimeError(
+            f"{owner}; the rows handed to the model lack {NOISE!r}, which the batch of a training step has; hand it "
+            f"on, or set {off}."
+        )
+    return found
+
+
 @contextmanager
 def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[None]:
     """Derive dropout masks from these words inside the block; None keeps the current noise."""
@@ -50,6 +67,17 @@ def noise(words_R: Tensor | None, *, layer: Tensor | None = None) -> Iterator[No
     finally:
         if token is not None:
             _noise.reset(token)
+
+
+@contextmanager
+def other_noise(number: int) -> Iterator[None]:
+    """Derive other masks inside the block for a module that runs more than once; those of number 0 are its own."""
+    found = _noise.get()
+    if found is None or number == 0:
+        yield
+    else:
+        with noise(found.words_R + number * GOLDEN, layer=found.layer):
+            yield
 
 
 def random_words(num: int, *, key: int | NDArray[np.uint64], counter: int = 0) -> NDArray[np.int32]:
@@ -94,33 +122,87 @@ def _kept(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask, x, torch.scalar_tensor(0.0, dtype=x.dtype, device=x.device))
 
 
+class RowDropout(nn.Dropout):
+    """A model's own dropout, with masks that follow from the rows' random words instead of torch's generator.
+
+    A tensor that does not begin with the rows, as DeBERTa's embeddings of distances (2K, H), has a mask that follows
+    from the word of the batch's first row on this device.
+    """
+
+    def __init__(self, p: float, *, name: str) -> None:
+        """Set the probability of a 0; `name` is the module's path in the model, on which masks depend."""
+        super().__init__(p)
+        self.layer_idx, self.site = layer_and_hash(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply dropout to (R, ..., features), or to (features of no row, ...).
+
+        Raises:
+            RuntimeError: the batch of this forward pass has no random words.
+        """
+        if not self.training:
+            return x
+        given = noise_in_use(f"{type(self).__name__} of the model's own dropout={self.p:g}", off="that to 0")
+        words_R = given.words_R if given.words_R.ndim == 1 else given.words_R[:, 0]
+        is_of_rows = x.ndim > 2 and x.shape[0] % len(words_R) == 0
+        own = words_R if is_of_rows else words_R[:1]
+        layer = self.layer_idx if given.layer is None else given.layer
+        return dropped(x if is_of_rows else x[None], own, layer=layer, site=self.site, keep=1 - self.p).view_as(x)
+
+
+def drop_by_rows(module: nn.Module) -> None:
+    """Replace the dropout modules of a model, in place, by those whose masks follow from the rows."""
+    for name, part in list(module.named_modules()):
+        if type(part) is nn.Dropout and part.p > 0:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, RowDropout(part.p, name=name))
+
+
+def drops_by_rows(module: nn.Module) -> bool:
+    """Return whether a model has dropout of its own that needs the rows' random words."""
+    return any(isinstance(part, RowDropout) for part in module.modules())
+
+
+def layer_and_hash(name: str) -> tuple[int, int]:
+    """Return a module's layer number, 0 outside all layers, and an int32 hash of its name within a layer."""
+    parts = name.split(".")
+    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    number = 0 if place is None else int(parts[place])
+    if place is not None:
+        parts[place] = "*"
+    digest = hashlib.blake2b(".".join(parts).encode(), digest_size=4).digest()
+    return number, int.from_bytes(digest, "little") - 2**31
+
+
 def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
     """Return a mask in the shape of x (..., features), true with probability `keep`.
 
-    The leading dimensions of x are the tokens of R rows in order. Each site (int32, one for each projection) has 2**32
-    patterns for a token; a hash of the row's word, the layer, the site and the token's position in the row selects one.
-    XLA fuses this into the operation that reads `x`, from one word per token and one per feature: two multiplications
-    per element. Sharing the patterns between all layers and steps costs no quality: over 2**20 tokens, pairs of 512
-    features were correlated as independent bits are (0.1 %), and no pair was an outlier. Separate words for the
-    features of every row took 1.8 ms more of a step of 266 ms (Qwen2.5 0.5B on v5e-8, planned).
+    The first dimension of x holds R rows in order, each with as many tokens, or attention heads. Each site (int32, one
+    for each projection) has 2**32 patterns for a token; a hash of the row's word, the layer, the site and the token's
+    position in the row selects one. XLA fuses this into the operation that reads `x`, from one word per token and one
+    per feature: two multiplications per element. Sharing the patterns between all layers and steps costs no quality:
+    over 2**20 tokens, pairs of 512 features were correlated as independent bits are (0.1 %), and no pair was an
+    outlier. Separate words for the features of every row took 1.8 ms more of a step of 266 ms (Qwen2.5 0.5B on v5e-8,
+    planned).
 
     Raises:
-        ValueError: the number of tokens of x is no multiple of R.
+        ValueError: the first dimension of x is no multiple of R.
     """
     return _random_mask(x, words_R, layer=layer, site=site, threshold=threshold_of(keep))
 
 
 def _random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, threshold: Tensor | int) -> Tensor:
     """Return `random_mask` for a threshold (`threshold_of`), or one for each row, (R, 1, 1)."""
-    num_rows, num_tokens, num_features = len(words_R), x.shape[:-1].numel(), x.shape[-1]
-    if num_tokens % num_rows:
-        raise ValueError(f"dropout of {tuple(x.shape)}: {num_tokens} tokens are not those of {num_rows} rows")
+    num_rows, (first, *middle, num_features) = len(words_R), x.shape
+    if first % num_rows:
+        raise ValueError(f"dropout of {tuple(x.shape)}: {first} tokens are not those of {num_rows} rows")
     number = layer if isinstance(layer, Tensor) else _scalar(layer, x)
-    own_R = hashed(words_R ^ (number * GOLDEN + site))
-    tokens_RT = hashed(own_R[:, None] ^ (_range(num_tokens // num_rows, x) * GOLDEN))
+    words = hashed(words_R ^ (number * GOLDEN + site))
+    for size in middle if middle and first == num_rows else (first // num_rows, *middle):
+        words = hashed(words[..., None] ^ (_range(size, x) * GOLDEN))
     features = hashed(_range(num_features, x) ^ site)
-    bits_RTF = _mixed(tokens_RT[..., None] ^ features) >= threshold
-    return bits_RTF.reshape(x.shape)
+    bits = _mixed(words.reshape(num_rows, -1, 1) ^ features) >= threshold
+    return bits.reshape(x.shape)
 
 
 def token_words(words_R: Tensor, *, length: int, site: int) -> Tensor:

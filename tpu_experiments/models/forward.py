@@ -384,7 +384,7 @@ def rehearse(module: nn.Module, *, causal: bool = True) -> None:
         ones = torch.ones(1, TOKENS, dtype=torch.int64)
         inputs = model_inputs(module, {"ids": ones, "positions": ones, "segments": ones}, causal=causal)
         try:
-            with mask_in_layers_alone(module):
+            with mask_in_layers_alone(module), noise(torch.zeros(1, dtype=torch.int32)):
                 functional_call(module, tensors, kwargs=inputs)
         except RuntimeError as error:
             if SHAPES.search(str(error)):

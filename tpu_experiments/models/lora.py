@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
 from tpu_experiments.models.dora import row_norms, with_length
-from tpu_experiments.models.dropout import NOISE, current_noise, dropped
+from tpu_experiments.models.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
@@ -129,12 +129,7 @@ class LoraLinear(nn.Module):
         """
         if not self.dropout or not self.training:
             return x
-        noise = current_noise()
-        if noise is None:
-            raise RuntimeError(
-                f"lora.dropout={self.dropout}; the rows handed to the model lack {NOISE!r}, which the batch of a "
-                "training step has; hand it on, or set lora.dropout=0."
-            )
+        noise = noise_in_use(f"lora.dropout={self.dropout}", off="lora.dropout=0")
         layer = self.layer_idx if noise.layer is None else noise.layer
         return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout)
 
@@ -306,17 +301,6 @@ def _link_siblings(parent: nn.Module) -> None:
             siblings = Siblings(members)
             for member in members:
                 member.siblings, member.site = siblings, members[0].site
-
-
-def layer_and_hash(name: str) -> tuple[int, int]:
-    """Return a module's layer number, 0 outside all layers, and an int32 hash of its name within a layer."""
-    parts = name.split(".")
-    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    number = 0 if place is None else int(parts[place])
-    if place is not None:
-        parts[place] = "*"
-    digest = hashlib.blake2b(".".join(parts).encode(), digest_size=4).digest()
-    return number, int.from_bytes(digest, "little") - 2**31
 
 
 def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:

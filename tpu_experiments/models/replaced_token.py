@@ -28,7 +28,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrain
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL
 from tpu_experiments.models.attention import bidirectional_mask
-from tpu_experiments.models.dropout import NOISE, noise
+from tpu_experiments.models.dropout import NOISE, noise, other_noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.huggingface import OWN_HEAD, HuggingFaceModel, ModelPart
 
@@ -113,8 +113,9 @@ class Generator(DebertaV2ForMaskedLM):
             for layer in encoder.layer[:-1]:
                 hidden_RTH, _ = layer(hidden_RTH, **given)
             query_RTH = hidden_RTH + self.position_embeddings(position_ids)
-            for _ in range(2):
-                query_RTH, _ = encoder.layer[-1](hidden_RTH, query_states=query_RTH, **given)
+            for number in range(2):
+                with other_noise(number):  # two masks of dropout, as two layers have
+                    query_RTH, _ = encoder.layer[-1](hidden_RTH, query_states=query_RTH, **given)
             hidden_RTH = query_RTH
         head = self.lm_predictions.lm_head
         return cast(Tensor, head.LayerNorm(head.transform_act_fn(head.dense(hidden_RTH))))

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
@@ -38,7 +38,7 @@ from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.bitnet import MIX
-from tpu_experiments.models.dropout import random_words
+from tpu_experiments.models.dropout import drops_by_rows, random_words
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
 from tpu_experiments.optim.schedules import multiplier
@@ -336,12 +336,16 @@ def step_batches(
     first: int,
     process: tuple[int, int],
     added: Mapping[str, Tensor],
+    draws: bool,
     skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
     """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
     `skipped_steps` count in the schedule and have no batch. `added` goes into every batch (training/step.py).
+
+    Args:
+        draws: whether every row has a random word.
     """
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
@@ -352,7 +356,7 @@ def step_batches(
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
         whole = trim_padding(rows.batch(step, global_rows=geometry.global_rows, num_total=total), config=config)
         whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
-        whole = with_step_noise(whole, stage.index, step, config=config)
+        whole = with_step_noise(whole, stage.index, step, config=config) if draws else whole
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
         mix = quantised_share(config, stage=stage.index, step=step)
@@ -387,18 +391,16 @@ def first_mix(config: Config) -> float | None:
     return None if quantised_share(config, stage=0, step=0) is None else 1.0
 
 
-def has_noise(config: Config) -> bool:
-    """Return whether training rows have a random word each, for the dropout of adapters or the objective's draws."""
-    return (config.lora.r > 0 and config.lora.dropout > 0) or has_draws(config)
+def has_noise(config: Config, module: nn.Module) -> bool:
+    """Return whether training rows have a random word each: for dropout, of adapters or the model's own, or draws."""
+    return (config.lora.r > 0 and config.lora.dropout > 0) or has_draws(config) or drops_by_rows(module)
 
 
 def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
-    """Return the global batch with a random word for every row, where the step takes them.
+    """Return the global batch with a random word for every row.
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
-    if not has_noise(config):
-        return batch
     return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=has_spread_draws(config))
 
 

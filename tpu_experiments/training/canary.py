@@ -33,7 +33,7 @@ from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import on_host, python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
-from tpu_experiments.training.batches import first_mix, stage_rows, training_tensors, with_step_noise
+from tpu_experiments.training.batches import first_mix, has_noise, stage_rows, training_tensors, with_step_noise
 from tpu_experiments.training.step import TrainStep, stage_tensors
 
 if TYPE_CHECKING:  # the trainer calls this module
@@ -159,7 +159,9 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
             arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
     arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[row_indices, :length] for name, array in arrays.items()}
-    whole = with_step_noise(Batch(**arrays, labels=batch.labels), stage.index, 0, config=trainer.config)
+    whole = Batch(**arrays, labels=batch.labels)
+    if has_noise(trainer.config, trainer.model.module):
+        whole = with_step_noise(whole, stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[row_indices]
     return whole, Batch(**few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
 

@@ -403,11 +403,11 @@ class Pack:
 
 
 def require_packable(base: BuiltModel) -> None:
-    """Require a model that trains adapters alone, and draws nothing that is not of one row.
+    """Require a model that trains adapters alone, and has no dropout of its own.
 
     Raises:
         ConfigError: it trains more, as an objective of the user's own with a head does; or it has dropout of its own,
-            whose draws for a row depend on the rows beside it, so that no run would be as it is alone.
+            of which not all draws are of one row (models/dropout.py), so that no run would be as it is alone.
     """
     others = [name for name in base.trainable if not is_adapter_part(name)]
     if others:
@@ -421,9 +421,9 @@ def require_packable(base: BuiltModel) -> None:
         for key, share in drops.items():
             if isinstance(share, float) and share > 0:
                 raise ConfigError(
-                    f"sweeping.pack; the model's own dropout ({name}.{key}={share:g}) draws for all rows of a batch "
-                    "together, so that no point would train as it does alone; set it to 0 in the model's config, or "
-                    "use sweeping.pack=off."
+                    f"sweeping.pack; the model's own dropout ({name}.{key}={share:g}) may draw for all rows of a batch "
+                    "together, as inside sdpa attention, so that no point would train as it does alone; set it to 0 in "
+                    "the model's config, or use sweeping.pack=off."
                 )
 
 

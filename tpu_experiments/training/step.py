@@ -348,7 +348,7 @@ def commit(parameters: Mapping[str, Tensor], state: State, *, new: tuple[Mapping
 def seed_of(seed: int, step: int, rank: int) -> int:
     """Return the random seed of one step, a function of its number, so that a resumed run draws the same.
 
-    It seeds torch's generator, used for example by a model's `attention_dropout`; adapters' dropout does not use it.
+    It seeds torch's generator, of which dropout inside sdpa attention draws (`attention_dropout`), and code of users.
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -66,6 +66,7 @@ from tpu_experiments.training.batches import (
     RunInputs,
     StepInfo,
     evaluation_batches,
+    has_noise,
     program_shapes,
     stage_rows,
     stage_steps,
@@ -464,6 +465,7 @@ class Trainer:
             first=first,
             process=self.runtime.share,
             added=stage_tensors(stage, self.parameters, stages=self.inputs.stages),
+            draws=has_noise(self.config, self.model.module),
             skipped_steps=skipped_steps,
         )
         with self.watch.measure("train"), self.count_work():

@@ -201,8 +201,9 @@ def _refuse_draws(graph: fx.GraphModule) -> None:
     for node in (node for part in parts for node in part.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ConfigError(
-                f"hw.runtime=torchtpu; the program draws by torch's own generator ({node.target}), as a model's own "
-                "dropout does, and TorchTPU's programs have no seed yet; set it to 0, or use hw.runtime=xla."
+                f"hw.runtime=torchtpu; the program draws by torch's own generator ({node.target}), as dropout inside a "
+                "model's sdpa attention does, and TorchTPU's programs have no seed yet; set it to 0, or use "
+                "hw.runtime=xla."
             )
 
 

@@ -103,7 +103,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
     lowered: Lowered = trainer.runtime.lower(
         lambda sent: stepped(trainer, sent),
         name="train",
-        batch=batch_like(shape, config=trainer.config) | added_like(trainer),
+        batch=batch_like(shape, trainer=trainer) | added_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
     )
@@ -126,7 +126,7 @@ def lowered_pack(pack: Pack, *, shape: Shape) -> Lowered:
     trainers, step = pack.trainers, pack.step()
     batch: dict[str, Tensor] = {}
     for k, trainer in enumerate(trainers):
-        own = batch_like(shape, config=trainer.config) | added_like(trainer) | {ACTIVE: torch.empty(1, device="meta")}
+        own = batch_like(shape, trainer=trainer) | added_like(trainer) | {ACTIVE: torch.empty(1, device="meta")}
         batch |= {f"{name}@{k}": tensor for name, tensor in own.items()}
     batch["scales"] = torch.empty(len(trainers), device="meta")
     batch["thresholds"] = torch.empty(len(trainers), dtype=torch.int32, device="meta")
@@ -182,12 +182,12 @@ def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> 
     return {name: torch.empty(size, dtype=torch.int32, device="meta") for name, size in sizes.items()}
 
 
-def batch_like(shape: Shape, *, config: Config) -> dict[str, Tensor]:
+def batch_like(shape: Shape, *, trainer: Any) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
     batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
-    if config.model.linear_warmup_steps:
+    if trainer.config.model.linear_warmup_steps:
         batch[MIX] = torch.empty(shape[:2], device="meta")
-    if has_noise(config):
+    if has_noise(trainer.config, trainer.model.module):
         batch[NOISE] = torch.empty(shape[:2], dtype=torch.int32, device="meta")
     return batch
 
