@@ -2,7 +2,7 @@
 
 import torch
 
-from tpu_experiments.models.attention import causal_mask
+from tpu_experiments.models.attention import bidirectional_mask, causal_mask
 from tpu_experiments.runtime.kernels.attention import Scores
 
 
@@ -45,5 +45,9 @@ class PlainKernel:
             cos, sin = rotation[:, :, None]
             q, k = (t * cos + halves(t) * sin for t in (q, k))
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-        products = (q @ k.mT * scores.scale).masked_fill(~causal_mask(segments, window=scores.window), -torch.inf)
+        if scores.causal:
+            mask = causal_mask(segments, window=scores.window)
+        else:
+            mask = bidirectional_mask(segments, window=None if scores.window is None else scores.window - 1)
+        products = (q @ k.mT * scores.scale).masked_fill(~mask, -torch.inf)
         return q, k, v, torch.softmax(products, -1)

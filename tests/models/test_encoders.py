@@ -8,7 +8,8 @@ import torch_xla
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
-from tests.models.encoders import ENCODERS, SMALL, packed_rows, source_of
+from tests.models.encoders import ENCODERS, SMALL, Encoder, packed_rows, source_of
+from tests.models.plain_kernel import PlainKernel
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
@@ -16,6 +17,7 @@ from tpu_experiments.models.fold import chains_of, fold
 from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import Folding, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.runtime.xla.loop import xla_loop
@@ -113,9 +115,43 @@ def test_a_model_without_the_objectives_head_is_refused(head, model_type, says):
         HuggingFaceModel(model, seed=0, head=head, causal=head == "causal_lm")
 
 
-def test_the_kernel_of_decoders_is_refused_for_attention_on_both_sides():
-    with pytest.raises(ConfigError, match=r"model\.attention=flash; .* use model.attention=sdpa"):
-        source_of(ENCODERS[0], attention="flash")
+@pytest.mark.parametrize("model_type", ["modernbert", "eurobert", "roberta", "mistral", "gemma3_text"])
+def test_the_kernel_attends_to_both_sides_as_sdpa_does(model_type):
+    """Windows included: half of ModernBERT's on each side, and a decoder's whole one."""
+    values = {"mistral": {"sliding_window": 6}, "gemma3_text": {"sliding_window": 6, "head_dim": 16}}
+    found = next((one for one in ENCODERS if one.model_type == model_type), Encoder(model_type))
+    more = values.get(model_type, {}) | ({"num_key_value_heads": 2} if model_type in values else {})
+    arch = {"model_type": model_type, **SMALL, **found.values, **more}
+    head, rows, logits = "causal_lm" if more else "masked_lm", packed_rows(), []
+    for attention in ("sdpa", "flash"):
+        model = ModelConfig(name="x", path="", init="random", dtype="float32", attention=attention, arch=arch)
+        source = HuggingFaceModel(model, seed=0, head=head, causal=False)
+        require_isolation(source, is_packed=True)
+        torch.manual_seed(0)
+        module = source.built(source.config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
+    install_attention_kernel(PlainKernel())
+    try:
+        with torch.no_grad():
+            logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
+    finally:
+        install_attention_kernel(None)
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(logits[2], logits[0], atol=2e-5, rtol=2e-5)
+
+
+def test_an_encoder_is_not_computed_with_a_causal_kernel():
+    module = source_of(ENCODERS[0], attention="flash").empty()
+    rows = packed_rows()
+    with pytest.raises(ConfigError, match="asks for is_causal"):
+        logits_of(module, dict(module.named_parameters()), {n: t.to("meta") for n, t in rows.items()})
+
+
+def test_a_model_with_attention_of_its_own_is_refused_the_kernel():
+    own = next(encoder for encoder in ENCODERS if encoder.model_type == "deberta-v2")
+    with pytest.raises(ConfigError, match=r"model\.attention=flash; deberta-v2 has .* use model.attention=eager"):
+        source_of(own, attention="flash")
 
 
 def test_the_class_is_that_of_masked_language_modelling(encoder):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
-from tpu_experiments.models.attention import causal_mask
+from tpu_experiments.models.attention import bidirectional_mask, causal_mask
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
 from tpu_experiments.runtime.kernels.splash import attention_function, lowered
 
@@ -20,6 +20,17 @@ GEMMA = AttentionCall(2, 4, 1, 128, 256, "float32", Scores(256**-0.5, soft_cap=3
 # 200 tokens are padded to 256
 QWEN = AttentionCall(2, 6, 2, 200, 64, "float32", Scores(64**-0.5), rotates=True, max_block=128)
 PLAIN = AttentionCall(1, 2, 1, 128, 128, "float32", Scores(0.1))
+# Encoders: a token attends to both sides, to 40 tokens on each, or to its whole document; the last in one block.
+LOCAL = AttentionCall(2, 4, 4, 384, 64, "float32", Scores(0.125, window=41, causal=False), max_block=128)
+WHOLE = AttentionCall(2, 4, 2, 200, 64, "float32", Scores(0.125, causal=False), rotates=True, max_block=128)
+ONE_BLOCK = AttentionCall(1, 8, 8, 128, 128, "float32", Scores(0.1, causal=False), rotates=True)
+
+
+def mask_of(segments: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Where a token may attend, (B, 1, T, T)."""
+    if scores.causal:
+        return causal_mask(segments, window=scores.window)
+    return bidirectional_mask(segments, window=None if scores.window is None else scores.window - 1)
 
 
 def random_inputs(call: AttentionCall) -> list[torch.Tensor]:
@@ -61,13 +72,17 @@ def by_formula(call: AttentionCall, q, k, v, grad, turns, segments) -> list[torc
     scores = turned[0] @ turned[1].repeat_interleave(groups, 1).mT * call.scores.scale
     if call.scores.soft_cap:
         scores = call.scores.soft_cap * torch.tanh(scores / call.scores.soft_cap)
-    scores = scores.masked_fill(~causal_mask(segments, window=call.scores.window), -torch.inf)
+    scores = scores.masked_fill(~mask_of(segments, call.scores), -torch.inf)
     out = torch.softmax(scores, -1) @ v.repeat_interleave(groups, 1)
     out.backward(grad.double())
     return [t.detach().float() for t in (out, q.grad, k.grad, v.grad)]
 
 
-@pytest.mark.parametrize("call", [MISTRAL, GEMMA, QWEN, PLAIN], ids=["mistral", "gemma", "qwen", "not turned"])
+@pytest.mark.parametrize(
+    "call",
+    [MISTRAL, GEMMA, QWEN, PLAIN, LOCAL, WHOLE, ONE_BLOCK],
+    ids=["mistral", "gemma", "qwen", "not turned", "local encoder", "encoder", "encoder of one block"],
+)
 def test_the_kernels_compute_attention_and_its_gradients(call):
     inputs = random_inputs(call)
     for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
@@ -87,10 +102,12 @@ def test_nothing_crosses_from_one_segment_to_another():
         assert not same[inside.expand_as(same)].all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 500])
-def test_only_blocks_with_a_visible_pair_are_visited(window):
-    call = AttentionCall(1, 1, 1, 1152, 64, "bfloat16", Scores(1.0, window=window), max_block=128)
-    mask = causal_mask(torch.ones(1, 1152), window=window)[0, 0]
+def test_only_blocks_with_a_visible_pair_are_visited(window, causal):
+    scores = Scores(1.0, window=window, causal=causal)
+    call = AttentionCall(1, 1, 1, 1152, 64, "bfloat16", scores, max_block=128)
+    mask = mask_of(torch.ones(1, 1152), scores)[0, 0]
     blocks = mask.view(9, 128, 9, 128).any(3).any(1)
     assert call.visited_blocks == int(blocks.sum())
 

@@ -1,8 +1,9 @@
 """`model.attention=flash`: attention by the device's fused kernel, or by sdpa where it has none.
 
-Registered in transformers' attention table, so that every decoder can use it. In place of a mask, the model receives
-the segment ids of its tokens as (B, 1, 1, T): transformers passes a four-dimensional mask to every layer unchanged,
-whether the model has one type of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head
+Registered in transformers' attention table, so that most models can use it. In place of a mask, the model receives the
+segment ids of its tokens, as (B, 1, 1, T) where a token attends to those before it alone, as (B, 1, T, 1) where it
+attends to both sides: transformers passes a four-dimensional mask to every layer unchanged, whether the model has one
+type of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head
 dimension.
 """
 
@@ -50,7 +51,9 @@ def bidirectional_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
     """
     index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     same_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
-    return same_BTT & ((index_T[:, None] - index_T[None, :]).abs() <= window) if window else same_BTT
+    if window is None:
+        return same_BTT
+    return same_BTT & ((index_T[:, None] - index_T[None, :]).abs() <= window)
 
 
 def flash(
@@ -70,8 +73,9 @@ def flash(
 
     Args:
         query: (B, H, T, D); key and value are (B, K, T, D), not repeated to H heads.
-        attention_mask: segment ids (B, 1, 1, T), in any data type that holds them.
-        sliding_window: a token attends to keys at a distance below it.
+        attention_mask: segment ids (B, 1, 1, T) or (B, 1, T, 1), in any data type that holds them.
+        sliding_window: a token attends to keys at a distance below it; of a decoder that attends to both sides, up to
+            it, as far as encoders count theirs (`bidirectional_mask`).
         softcap: c; scores become c tanh(score / c).
         others: further arguments of transformers; accepted only where they do not change the result.
 
@@ -82,33 +86,39 @@ def flash(
         ConfigError: the model asks for something that is not computed here, such as attention sinks.
         NotImplementedError: dropout of attention weights on a device with a kernel.
     """
-    require_known(module, others)
-    segments_BT = attention_mask[:, 0, 0].to(torch.int32)
+    causal, is_decoder = attention_mask.shape[2] == 1, getattr(module, "is_causal", True) is not False
+    require_known(module, others, causal=causal)
+    segments_BT = attention_mask.flatten(1).to(torch.int32)
+    if sliding_window and is_decoder and not causal:
+        sliding_window += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if has_attention_kernel():
         if dropout:
             raise NotImplementedError(f"attention dropout={dropout}; the kernel has none; use model.attention=sdpa")
         flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
-        scores, heads = Scores(scale, sliding_window, softcap), query.shape[1]
+        scores, heads = Scores(scale, sliding_window, softcap, causal), query.shape[1]
         out = attention(*flat, segments=segments_BT, rotation=pending_rotation(query, key), heads=heads, scores=scores)
         return out.unflatten(2, (heads, -1)), None
-    mask = causal_mask(segments_BT, window=sliding_window)
+    if causal:
+        mask = causal_mask(segments_BT, window=sliding_window)
+    else:
+        mask = bidirectional_mask(segments_BT, window=sliding_window - 1 if sliding_window else None)
     if softcap is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)
     return _capped(query, key, value, mask=mask, scale=scale, soft_cap=softcap, dropout=dropout), None
 
 
-def require_known(module: nn.Module, others: Mapping[str, Any]) -> None:
+def require_known(module: nn.Module, others: Mapping[str, Any], *, causal: bool) -> None:
     """Refuse by name any option that would change the result and is not computed here.
 
-    None and False ask for nothing, except `is_causal=False`.
+    None and False ask for nothing, except `is_causal=False` where attention is causal.
 
     Raises:
         ConfigError: there is such an option.
     """
     unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
-    unknown = [name for name in unknown if others[name] is not False or name == "is_causal"]
-    if getattr(module, "is_causal", True) is False and "is_causal" not in unknown:
+    unknown = [name for name in unknown if others[name] is not False or (name == "is_causal" and causal)]
+    if causal and getattr(module, "is_causal", True) is False and "is_causal" not in unknown:
         unknown.append("is_causal")
     if unknown:
         raise ConfigError(

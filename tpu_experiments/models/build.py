@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.bitnet import make_ternary
+from tpu_experiments.models.distances import pick_by_products
 from tpu_experiments.models.dropout import drop_by_rows
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
@@ -150,6 +151,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
     make_ternary(module, source.model)
     quantise_linears(module, source.model)
     drop_by_rows(module)
+    pick_by_products(module)
     head = head_parameters(module) if isinstance(module, PreTrainedModel) and source.head == CLASSIFIER else {}
     report = inject(
         module,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask
 from tpu_experiments.models.bitnet import MIX, mixed
 from tpu_experiments.models.dropout import noise, noise_of
@@ -220,27 +219,16 @@ def _without_mask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
 
 
 def attention_input(segments_BT: Tensor, *, module: nn.Module, causal: bool = True) -> Any:
-    """Return the model's `attention_mask`: segment ids for `flash`, masks for other implementations.
+    """Return the model's `attention_mask`: segment ids for `flash` (attention.py), masks for other implementations.
 
     Models without attention that keep documents apart by themselves (xLSTM) get the segments (B, T).
-
-    Raises:
-        ConfigError: `flash` with attention on both sides, which the kernel does not compute.
     """
     config: Any = module.config
     if getattr(module, "reads_segments", False):
         return segments_BT
     if config._attn_implementation != FLASH:
         return in_attention_form(attention_masks(segments_BT, config=config, causal=causal), module)
-    if not causal:
-        raise ConfigError(CAUSAL_ALONE)
-    return segments_BT[:, None, None, :]
-
-
-CAUSAL_ALONE = (
-    "model.attention=flash; its kernel lets a token attend to those before it alone, and the objective needs attention "
-    "on both sides; use model.attention=sdpa (DeBERTa: eager)."
-)
+    return segments_BT[:, None, None, :] if causal else segments_BT[:, None, :, None]
 
 
 def in_attention_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:

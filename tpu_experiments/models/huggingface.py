@@ -43,7 +43,7 @@ from tpu_experiments.models.conversion import (
     with_packed,
 )
 from tpu_experiments.models.experts import EVERY_EXPERT
-from tpu_experiments.models.forward import CAUSAL_ALONE, rehearse
+from tpu_experiments.models.forward import BOOLEAN_MASKS, rehearse
 from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
 from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
 from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
@@ -186,8 +186,6 @@ class HuggingFaceModel:
             ConfigError: the config cannot be used, or does not go with the head or with attention on both sides.
         """
         self.model, self.seed, self.head, self.causal = model, seed, head, causal
-        if model.attention == "flash" and not causal:
-            raise ConfigError(CAUSAL_ALONE)
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
         self.folder = None if self.random else self.find_folder()
@@ -204,9 +202,18 @@ class HuggingFaceModel:
             set_labels(self.config, labels)
 
     def _attention(self) -> str:
-        """Return transformers' name of the attention."""
+        """Return transformers' name of the attention.
+
+        Raises:
+            ConfigError: the kernel is asked for, and does not compute the attention of this type of model.
+        """
         if self.config.model_type == XLSTM:  # it has none, and its class takes no other name
             return "eager"
+        if self.model.attention == "flash" and self.config.model_type in (*BOOLEAN_MASKS, LONGFORMER):
+            raise ConfigError(
+                f"model.attention=flash; {self.config.model_type} has attention of its own, which no kernel computes; "
+                "use model.attention=eager."
+            )
         return FLASH if self.model.attention == "flash" else self.model.attention
 
     def find_folder(self) -> Path | None:

@@ -8,7 +8,7 @@ heads, K key/value heads, T tokens, D head dimension."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,18 +17,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores are computed from q and k, besides the causal and the segment mask."""
+    """How attention scores are computed from q and k, besides the mask of segments."""
 
     scale: float
     """Factor of the products q k^T."""
     window: int | None = None
-    """Sliding window: a token attends to keys at a distance below this; None: to all keys before it."""
+    """Sliding window: a token attends to keys at a distance below this; None: at any distance."""
     soft_cap: float | None = None
     """c in c tanh(score / c); None: no soft cap."""
+    causal: bool = True
+    """Whether a token attends to keys up to itself alone; otherwise to keys on both sides."""
 
 
 class AttentionKernel(Protocol):
-    """Causal attention inside segments, with rope applied to q and k first."""
+    """Attention inside segments, with rope applied to q and k first."""
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T) in float32.
@@ -84,7 +86,7 @@ def attention(
             Face's rotate-half layout); None without rope. It gets no gradient.
     """
     turned = q.new_empty(0) if rotation is None else rotation
-    out, _ = _forward(q, k, v, segments, turned, heads, scores.scale, scores.window, scores.soft_cap)
+    out, _ = _forward(q, k, v, segments, turned, heads, *astuple(scores))
     return out
 
 
@@ -104,15 +106,23 @@ def _forward(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _kernel().forward(q, k, v, segments, rotation, heads=heads, scores=Scores(scale, window, soft_cap))
+    scores = Scores(scale, window, soft_cap, causal)
+    return _kernel().forward(q, k, v, segments, rotation, heads=heads, scores=scores)
 
 
 @torch.library.custom_op("tpu_experiments::attention_backward", mutates_args=())
 def _backward(
-    saved: list[Tensor], grad: Tensor, heads: int, scale: float, window: int | None, soft_cap: float | None
+    saved: list[Tensor],
+    grad: Tensor,
+    heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _kernel().backward(*saved, grad=grad, heads=heads, scores=Scores(scale, window, soft_cap))
+    return _kernel().backward(*saved, grad=grad, heads=heads, scores=Scores(scale, window, soft_cap, causal))
 
 
 @_forward.register_fake
@@ -127,13 +137,14 @@ def _(saved: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.heads, ctx.scale, ctx.window, ctx.soft_cap = inputs
+    *tensors, ctx.heads, scale, window, soft_cap, causal = inputs
+    ctx.scores = (scale, window, soft_cap, causal)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _backward(list(ctx.saved_tensors), grad, ctx.heads, ctx.scale, ctx.window, ctx.soft_cap)
-    return *grads, None, None, None, None, None, None
+    grads = _backward(list(ctx.saved_tensors), grad, ctx.heads, *ctx.scores)
+    return *grads, None, None, None, *(None for _ in ctx.scores)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -192,7 +203,7 @@ class AttentionCall:
 
     @property
     def padded_length(self) -> int:
-        """Tokens of a row after padding for the kernel; those at the end are in segment 0, as all padding."""
+        """Tokens of a row after padding for the kernel; those at the end are in a segment of their own."""
         unit = LANES if self.length <= self.largest_block else min(COARSE_BLOCK, self.largest_block)
         return -(-self.length // unit) * unit
 
@@ -220,7 +231,8 @@ class AttentionCall:
     def visited_blocks(self) -> int:
         """Pairs of a query block and a key block with any unmasked pair of tokens, per row and head."""
         count, window = self.padded_length // self.block, self.window or self.padded_length
-        return sum((i - j - 1) * self.block + 1 < window for i in range(count) for j in range(i + 1))
+        pairs = ((i, j) for i in range(count) for j in range(i + 1 if self.scores.causal else count))
+        return sum((abs(i - j) - 1) * self.block + 1 < window for i, j in pairs)
 
     @property
     def backward(self) -> Literal["fused", "split"]:

@@ -35,12 +35,12 @@ def lowered_call(
         num_shards: parts that XLA splits the rows into, and head_shards the heads.
     """
     if direction == "forward":
-        *tensors, heads, scale, window, soft_cap = arguments
+        *tensors, heads, scale, window, soft_cap, causal = arguments
     else:
-        saved, grad, heads, scale, window, soft_cap = arguments
+        saved, grad, heads, scale, window, soft_cap, causal = arguments
         tensors = [*saved, grad]
     shards = {"num_shards": num_shards, "head_shards": head_shards}
-    scores = Scores(scale, window, soft_cap)
+    scores = Scores(scale, window, soft_cap, causal)
     call, inputs = call_of(tensors, heads=heads, scores=scores, max_block=max_block, **shards)
     text, results = _lowered(call, direction)
     return spliced(text, inputs=inputs, results=results)

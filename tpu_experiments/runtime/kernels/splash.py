@@ -1,6 +1,6 @@
 """Attention as jax's Pallas kernels for the TPU ("splash" attention), lowered to HLO without a TPU: jax alone.
 
-The kernels take grouped key/value heads as they are, skip the blocks that the causal mask or the window leaves empty,
+The kernels take grouped key/value heads as they are, skip the blocks that a causal mask or the window leaves empty,
 and mask by segment. They are called by their inner functions, forward and backward apart: differentiated through jax
 the backward pass would run the forward kernel once more.
 
@@ -168,6 +168,8 @@ if installed("torch_tpu") is None:
     jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
 else:
     require_versions("jax", of=TORCHTPU, lock="requirements-torchtpu.lock")
+NO_SEGMENT = -1
+"""Segment of tokens that are appended for the kernel's blocks: no token of the row attends to them, padding neither."""
 SHARED_SETTINGS = ("mask_value", "is_mqa", "attn_logits_soft_cap", "mask_function", "interpret")
 
 
@@ -238,7 +240,7 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
         rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
         flat = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
         scaled, key = rotate(flat[0], rotation, factor=call.scores.scale), rotate(flat[1], rotation, factor=1.0)
-        tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1)]
+        tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1, value=NO_SEGMENT)]
         if direction == "backward":
             out, log_sum, grad = others[-3:]
             tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
@@ -254,19 +256,20 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
     return run
 
 
-def _padded(tensor: Any, *, extra: int, axis: int) -> Any:
-    """Append `extra` tokens: their segment is 0, as of all padding, and no earlier token attends to them."""
+def _padded(tensor: Any, *, extra: int, axis: int, value: int = 0) -> Any:
+    """Append `extra` tokens."""
     width = [(0, extra if dim == axis else 0) for dim in range(tensor.ndim)]
-    return jnp.pad(tensor, width) if extra else tensor
+    return jnp.pad(tensor, width, constant_values=value) if extra else tensor
 
 
 def _kernel(call: AttentionCall, *, target: Target) -> Any:
     """Build jax's splash kernel with the mask and block sizes of the call; all heads share the mask."""
     shape = (call.padded_length, call.padded_length)
     if call.window is None:
-        mask = masks.CausalMask(shape)
+        mask = masks.CausalMask(shape) if call.scores.causal else masks.FullMask(shape)
     else:  # a single mask is computed in the kernel; an intersection of two would be read from memory
-        mask = masks.LocalMask(shape, window_size=(call.window - 1, 0), offset=0)
+        before, after = call.window - 1, 0 if call.scores.causal else call.window - 1
+        mask = masks.LocalMask(shape, window_size=(before, after), offset=0)
     names = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     names += ["q_dq", "kv_dq"] if call.backward == "split" else []
     blocks = {f"block_{name}": call.block for name in names}
