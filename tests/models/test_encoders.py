@@ -131,12 +131,14 @@ def test_the_kernel_attends_to_both_sides_as_sdpa_does(model_type):
         module = source.built(source.config, dtype=torch.float32).eval()
         with torch.no_grad():
             logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
-    install_attention_kernel(PlainKernel())
+    kernel = PlainKernel()
+    install_attention_kernel(kernel)
     try:
         with torch.no_grad():
             logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
     finally:
         install_attention_kernel(None)
+    assert kernel.turned == [model_type != "roberta"] * SMALL["num_hidden_layers"]
     torch.testing.assert_close(logits[1], logits[0], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(logits[2], logits[0], atol=2e-5, rtol=2e-5)
 

@@ -12,6 +12,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch_xla.experimental.scan import scan
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.attention import flash
@@ -103,7 +104,7 @@ def test_only_a_tpu_has_a_kernel():
 
 def test_dropout_is_refused(interpreted):
     q, k, segments = torch.ones(1, 4, 128, 8), torch.ones(1, 2, 128, 8), torch.ones(1, 1, 1, 128)
-    with pytest.raises(NotImplementedError, match=r"attention dropout=0\.1"):
+    with pytest.raises(ConfigError, match=r"has dropout=0\.1 of the weights"):
         flash(Attention(), q, k, k, segments, dropout=0.1)
 
 

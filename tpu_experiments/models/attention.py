@@ -83,8 +83,8 @@ def flash(
         The output (B, T, H, D), and None in place of attention weights.
 
     Raises:
-        ConfigError: the model asks for something that is not computed here, such as attention sinks.
-        NotImplementedError: dropout of attention weights on a device with a kernel.
+        ConfigError: the model asks for something that is not computed here, such as attention sinks, or, on a device
+            with a kernel, dropout of the weights.
     """
     causal, is_decoder = attention_mask.shape[2] == 1, getattr(module, "is_causal", True) is not False
     require_known(module, others, causal=causal)
@@ -94,7 +94,10 @@ def flash(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if has_attention_kernel():
         if dropout:
-            raise NotImplementedError(f"attention dropout={dropout}; the kernel has none; use model.attention=sdpa")
+            raise ConfigError(
+                f"model.attention=flash; the model's config has dropout={dropout:g} of the weights of attention, which "
+                "the TPU's kernel does not compute; use model.attention=sdpa, or set it to 0 in the config."
+            )
         flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
         scores, heads = Scores(scale, sliding_window, softcap, causal), query.shape[1]
         out = attention(*flat, segments=segments_BT, rotation=pending_rotation(query, key), heads=heads, scores=scores)

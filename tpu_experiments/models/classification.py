@@ -16,6 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import num_texts
 from tpu_experiments.models.dropout import NOISE, noise
 from tpu_experiments.models.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
+from tpu_experiments.models.rope import with_rope_in_kernel
 
 POOLINGS = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 """Values of a config's `classifier_pooling`; a class without it reads the first token."""
@@ -73,7 +74,9 @@ def class_logits(module: nn.Module, parameters: Mapping[str, Tensor], texts: Tex
     first_RKT = texts.belongs_RKT & (texts.rows["positions"] == 0)[:, None]
     with noise(texts.rows.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
-        logits: Tensor = functional_call(_Classifying(module), own, kwargs=inputs | {"first_RKT": first_RKT})
+        logits: Tensor = with_rope_in_kernel(
+            module, lambda: functional_call(_Classifying(module), own, kwargs=inputs | {"first_RKT": first_RKT})
+        )
     return logits.float()
 
 

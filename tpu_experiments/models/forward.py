@@ -109,7 +109,9 @@ def masked_features(
     inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
     with noise(noise_of(batch)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
-        features_RKH, *head = functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
+        features_RKH, *head = with_rope_in_kernel(
+            module, lambda: functional_call(up_to_head, own, kwargs={"picks_RKT": picks_RKT, **inputs})
+        )
     weight_VH, bias_V = (
         next((parameters[name] for name, tensor in cast.items() if tensor is part), part) for part in head
     )

@@ -103,7 +103,8 @@ def _rope_deferred(files: list[ModuleType]) -> Iterator[None]:
 
 def _deferring(apply_rope: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def defer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        if rest or more or query.ndim != 4 or cos.shape[-1] != query.shape[-1]:
+        is_usual = not rest and more in ({}, {"unsqueeze_dim": 1})  # ModernBERT states the default
+        if not is_usual or query.ndim != 4 or cos.shape[-1] != query.shape[-1]:
             return apply_rope(query, key, cos, sin, *rest, **more)
         rows = query.shape[0]
         _deferred.append((query, key, torch.stack([t.expand(rows, -1, -1) for t in (cos, sin)])))
