@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
-from tpu_experiments.runtime.ops import whole
 
 MAX_ONES = 2**28
 """Largest T x T x K of ones and zeros, 268 MB as booleans: 724 tokens and 512 distances. Longer rows are gathered."""
@@ -43,7 +42,7 @@ def pick_by_products(module: nn.Module) -> None:
 def picked(values_BTK: Tensor, index_TJ: Tensor) -> Tensor:
     """Return values[b, t, index[t, j]] as (B, T, J)."""
     distances_K = torch.arange(values_BTK.shape[-1], device=index_TJ.device)
-    ones_TKJ = whole((index_TJ[:, None] == distances_K[:, None]).to(values_BTK.dtype))
+    ones_TKJ = (index_TJ[:, None] == distances_K[:, None]).to(values_BTK.dtype)
     return torch.bmm(values_BTK.transpose(0, 1), ones_TKJ).transpose(0, 1)
 
 

@@ -147,23 +147,6 @@ apart.register_autograd(lambda ctx, grad: apart(grad))
 APART = torch.ops.tpu_experiments.apart.default
 
 
-@torch.library.custom_op("tpu_experiments::whole", mutates_args=())
-def whole(tensor: Tensor) -> Tensor:
-    """Return a value that every chip computes in full; XLA may split one without a constraint, and gather the parts.
-
-    It passes no gradient on.
-    """
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-@whole.register_fake
-def _(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-WHOLE = torch.ops.tpu_experiments.whole.default
-
-
 @dataclass(frozen=True)
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.runtime.kernels.on_torchtpu import spliced
-from tpu_experiments.runtime.ops import APART, WHOLE, Constrain, Folding
+from tpu_experiments.runtime.ops import APART, Constrain, Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.loop import traced_loop
 
 SUM, CONSTRAIN = "tpu_experiments.sum_over_chips.default", "tpu_experiments.constrained.default"
-OPERATORS = (SUM, CONSTRAIN, str(APART), str(WHOLE))
+OPERATORS = (SUM, CONSTRAIN, str(APART))
 """The operators of this file, and the barrier, as a traced graph names them."""
 TYPES = {
     "float32": "f32",
@@ -92,8 +92,6 @@ def lowered_operator(name: str, arguments: tuple[Any, ...], *, num: int) -> Tens
         text = _text_of_sum(shape, kind, num=num)
     elif name == CONSTRAIN:
         text = _text_of_constraint(shape, kind, sharding=how[0])
-    elif name == str(WHOLE):
-        text = _text_of_constraint(shape, kind, sharding="{replicated}")
     else:
         text = _text_of_barrier(shape, kind)
     (made,) = spliced(text, inputs=[tensor], results=((shape, dtype),))

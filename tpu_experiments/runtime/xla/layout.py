@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch_xla.distributed.spmd.xla_sharding import ShardingType
@@ -18,7 +17,7 @@ from torch_xla.distributed.spmd.xla_sharding import ShardingType
 from tpu_experiments.config.mesh import Axes, Mesh, Split
 from tpu_experiments.runtime.base import Batch
 from tpu_experiments.runtime.boxes import Box
-from tpu_experiments.runtime.ops import Constrain, whole
+from tpu_experiments.runtime.ops import Constrain
 
 
 def constraints_over(mesh: Mesh) -> Constrain:
@@ -32,14 +31,6 @@ def constraints_over(mesh: Mesh) -> Constrain:
         return named
 
     return constrain
-
-
-@whole.register_kernel("xla")
-def _(tensor: Tensor) -> Tensor:
-    named = (tensor * 1).to(tensor.dtype)
-    if xr.is_spmd():
-        torch_xla._XLAC._xla_mark_sharding(named, torch_xla._XLAC.OpSharding([], [], [], ShardingType.REPLICATED))
-    return named
 
 
 def _annotation(split: Split) -> object:
