@@ -73,9 +73,10 @@ def scanned(hidden, weights, segments):
     return hidden
 
 
-def gradients(run, device) -> list[torch.Tensor]:
+def gradients(run, device, *, causal: bool) -> list[torch.Tensor]:
     """Output, gradients of the input and of every weight."""
     hidden, weights, segments = inputs()
+    segments = segments if causal else segments.mT
     hidden = hidden.to(device).requires_grad_()
     weights = {name: w.to(device).requires_grad_() for name, w in weights.items()}
     out = run(hidden, weights, segments.to(device))
@@ -84,12 +85,13 @@ def gradients(run, device) -> list[torch.Tensor]:
     return [t.detach().cpu() for t in (out, hidden.grad, *(w.grad for w in weights.values()))]
 
 
-def test_a_scanned_layer_with_the_kernel_has_the_gradients_of_sdpa(interpreted):
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
+def test_a_scanned_layer_with_the_kernel_has_the_gradients_of_sdpa(interpreted, causal):
     """Only the layer inputs are saved, so that the forward kernel runs again in the backward pass."""
     with functorch_config.patch(activation_memory_budget=0.0):
-        by_kernel = gradients(scanned, torch_xla.device())
+        by_kernel = gradients(scanned, torch_xla.device(), causal=causal)
     install_attention_kernel(None)
-    for kernel, sdpa in zip(by_kernel, gradients(in_a_loop, "cpu"), strict=True):
+    for kernel, sdpa in zip(by_kernel, gradients(in_a_loop, "cpu", causal=causal), strict=True):
         torch.testing.assert_close(kernel, sdpa, atol=1e-5 * float(sdpa.abs().max()), rtol=0)
 
 
