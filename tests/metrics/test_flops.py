@@ -143,6 +143,8 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
     distances = 0.0
     if model == "deberta_v3_base":  # embeddings of distances by queries' and keys' weights, once a micro-batch
         distances = 3 * 2.0 * 2 * layers * 2 * arch.position_buckets * hidden**2 / (ROWS * SEQ_LEN)
+        # Two kinds of distances are picked from all by products with ones and zeros, whose gradient is one more.
+        distances += 2 * 2 * 2.0 * layers * arch.num_attention_heads * 2 * arch.position_buckets * SEQ_LEN
     if model == "longformer_base":  # global projections of one token
         distances = 3 * 2.0 * layers * 3 * hidden**2 / SEQ_LEN
     assert found == pytest.approx(flops.total + outside + head + distances, rel=1e-9)
