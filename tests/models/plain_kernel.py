@@ -12,6 +12,13 @@ def halves(x):
     return torch.cat((-second, first), -1)
 
 
+def mask_of(segments: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Where a token may attend, (B, 1, T, T)."""
+    if scores.causal:
+        return causal_mask(segments, window=scores.window)
+    return bidirectional_mask(segments, window=None if scores.window is None else scores.window - 1)
+
+
 class PlainKernel:
     """A kernel in the formulas of plain torch; remembers whether it was to turn."""
 
@@ -45,9 +52,5 @@ class PlainKernel:
             cos, sin = rotation[:, :, None]
             q, k = (t * cos + halves(t) * sin for t in (q, k))
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-        if scores.causal:
-            mask = causal_mask(segments, window=scores.window)
-        else:
-            mask = bidirectional_mask(segments, window=None if scores.window is None else scores.window - 1)
-        products = (q @ k.mT * scores.scale).masked_fill(~mask, -torch.inf)
+        products = (q @ k.mT * scores.scale).masked_fill(~mask_of(segments, scores), -torch.inf)
         return q, k, v, torch.softmax(products, -1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
-from tpu_experiments.models.attention import bidirectional_mask, causal_mask
+from tests.models.plain_kernel import mask_of
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
 from tpu_experiments.runtime.kernels.splash import attention_function, lowered
 
@@ -24,13 +24,6 @@ PLAIN = AttentionCall(1, 2, 1, 128, 128, "float32", Scores(0.1))
 LOCAL = AttentionCall(2, 4, 4, 384, 64, "float32", Scores(0.125, window=41, causal=False), max_block=128)
 WHOLE = AttentionCall(2, 4, 2, 200, 64, "float32", Scores(0.125, causal=False), rotates=True, max_block=128)
 ONE_BLOCK = AttentionCall(1, 8, 8, 128, 128, "float32", Scores(0.1, causal=False), rotates=True)
-
-
-def mask_of(segments: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Where a token may attend, (B, 1, T, T)."""
-    if scores.causal:
-        return causal_mask(segments, window=scores.window)
-    return bidirectional_mask(segments, window=None if scores.window is None else scores.window - 1)
 
 
 def random_inputs(call: AttentionCall) -> list[torch.Tensor]:

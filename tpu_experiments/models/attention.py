@@ -3,8 +3,7 @@
 Registered in transformers' attention table, so that most models can use it. In place of a mask, the model receives the
 segment ids of its tokens, as (B, 1, 1, T) where a token attends to those before it alone, as (B, 1, T, 1) where it
 attends to both sides: transformers passes a four-dimensional mask to every layer unchanged, whether the model has one
-type of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head
-dimension.
+type of layer or several. Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension.
 """
 
 from collections.abc import Mapping

@@ -34,6 +34,10 @@ class Noise:
     layer: Tensor | None = None
     """Number of the layer, int32 (), inside a loop over layers; otherwise None, and modules use their own number."""
 
+    def layer_of(self, own: int) -> Tensor | int:
+        """Return the number of the layer of a module that has `own` outside a loop."""
+        return own if self.layer is None else self.layer
+
 
 _noise: ContextVar[Noise | None] = ContextVar("noise", default=None)
 
@@ -125,8 +129,8 @@ def _kept(mask: Tensor, x: Tensor) -> Tensor:
 class RowDropout(nn.Dropout):
     """A model's own dropout, with masks that follow from the rows' random words instead of torch's generator.
 
-    A tensor that does not begin with the rows, as DeBERTa's embeddings of distances (2K, H), has a mask that follows
-    from the word of the batch's first row on this device.
+    A tensor of two dimensions, as DeBERTa's embeddings of distances (2K, H) and a classifier's pooled texts (M, H), has
+    a mask that follows from the word of the batch's first row on this device.
     """
 
     def __init__(self, p: float, *, name: str) -> None:
@@ -135,7 +139,7 @@ class RowDropout(nn.Dropout):
         self.layer_idx, self.site = layer_and_hash(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to (R, ..., features), or to (features of no row, ...).
+        """Apply dropout to (R, ..., features), or to a tensor that does not begin with the rows.
 
         Raises:
             RuntimeError: the batch of this forward pass has no random words.
@@ -146,8 +150,8 @@ class RowDropout(nn.Dropout):
         words_R = given.words_R if given.words_R.ndim == 1 else given.words_R[:, 0]
         is_of_rows = x.ndim > 2 and x.shape[0] % len(words_R) == 0
         own = words_R if is_of_rows else words_R[:1]
-        layer = self.layer_idx if given.layer is None else given.layer
-        return dropped(x if is_of_rows else x[None], own, layer=layer, site=self.site, keep=1 - self.p).view_as(x)
+        layer, x_of_rows = given.layer_of(self.layer_idx), x if is_of_rows else x[None]
+        return dropped(x_of_rows, own, layer=layer, site=self.site, keep=1 - self.p).view_as(x)
 
 
 def drop_by_rows(module: nn.Module) -> None:

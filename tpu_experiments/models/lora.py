@@ -130,8 +130,7 @@ class LoraLinear(nn.Module):
         if not self.dropout or not self.training:
             return x
         noise = noise_in_use(f"lora.dropout={self.dropout}", off="lora.dropout=0")
-        layer = self.layer_idx if noise.layer is None else noise.layer
-        return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout)
+        return dropped(x, noise.words_R, layer=noise.layer_of(self.layer_idx), site=self.site, keep=1 - self.dropout)
 
 
 class RoundedLinear(LoraLinear):
