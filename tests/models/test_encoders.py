@@ -13,6 +13,8 @@ from tests.models.plain_kernel import PlainKernel
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.models.build import work_on_heads
+from tpu_experiments.models.contracted import LinearOfHeads
 from tpu_experiments.models.fold import chains_of, fold
 from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -136,11 +138,15 @@ def test_the_kernel_attends_to_both_sides_as_sdpa_does(model_type):
     try:
         with torch.no_grad():
             logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
+            work_on_heads(module)
+            logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
     finally:
         install_attention_kernel(None)
-    assert kernel.turned == [model_type != "roberta"] * SMALL["num_hidden_layers"]
-    torch.testing.assert_close(logits[1], logits[0], atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(logits[2], logits[0], atol=2e-5, rtol=2e-5)
+    assert kernel.turned == [model_type != "roberta"] * SMALL["num_hidden_layers"] * 2
+    of_heads = sum(isinstance(part, LinearOfHeads) for part in module.modules())
+    assert of_heads == {"modernbert": 2, "roberta": 0}.get(model_type, 4) * SMALL["num_hidden_layers"]
+    for by_others in logits[1:]:
+        torch.testing.assert_close(by_others, logits[0], atol=2e-5, rtol=2e-5)
 
 
 def test_an_encoder_is_not_computed_with_a_causal_kernel():

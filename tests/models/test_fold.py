@@ -11,9 +11,11 @@ from torch import Tensor
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.models.contracted import LinearOfHeads
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.layer_graph import SAVED
+from tpu_experiments.models.lora import LoraLinear
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
@@ -159,6 +161,34 @@ def test_saved_projections_are_read_behind_a_barrier(gradients_of, model, remat,
         found += [node.args[0].args[1] for node in graph.forward.graph.nodes if is_apart(node)]
     assert len(found) == num, "all but down_proj's, in each layer of the period"
     assert not num or set(found) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model", "stack", "lora"),
+    [
+        ("qwen05b", "scanned", "all_linear_r8"),
+        ("qwen05b", "unrolled", "none"),
+        ("gemma3_270m", "unrolled", "all_linear_r8"),
+        pytest.param("mistral7b", "scanned", "all_linear_r8", marks=pytest.mark.slow),
+    ],
+)
+def test_projections_that_write_and_read_heads_compute_the_same(gradients_of, model, stack, lora):
+    """With biases (Qwen 2), norms of heads (Gemma 3), grouped keys, and dropout of what o_proj's adapter reads."""
+    from tpu_experiments.runtime.kernels.on_xla import XlaAttention
+
+    dropout = () if lora == "none" else ("lora.dropout=0.5",)
+    job = (f"lora={lora}", *dropout, f"model.stack={stack}", "model.remat=save_dots")
+    kernel = XlaAttention(mesh=Mesh(), target="interpreted")
+    ours = gradients_of(model, *job, "model.attention=flash", kernel=kernel)
+    heads = {
+        (part.leaf, part.input_heads, part.output_heads)
+        for part in ours[2].model.module.modules()
+        if isinstance(part, LoraLinear | LinearOfHeads) and (part.input_heads or part.output_heads)
+    }
+    config = ours[2].model.module.config
+    queries, keys = config.num_attention_heads, config.num_key_value_heads
+    assert heads == {("q_proj", 0, queries), ("k_proj", 0, keys), ("v_proj", 0, keys), ("o_proj", queries, 0)}
+    agree(ours, gradients_of(model, *job, eager=True))
 
 
 @pytest.mark.slow

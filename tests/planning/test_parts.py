@@ -53,6 +53,8 @@ def product(left: str, right: str, result: str, *, contracted: tuple[str, str] =
         ("bf16[8,1024,4096]", "bf16[14336,4096]", "bf16[8,1024,14336]", "projections"),
         ("bf16[8,1024,4096]", "bf16[1024,4096]", "bf16[8,1024,1024]", "projections"),
         ("bf16[8,1024,512]", "bf16[14336,512]", "bf16[8,1024,14336]", "projections"),  # one chip's share of a weight
+        ("bf16[8,1024,4112]", "bf16[14336,4112]", "bf16[8,1024,14336]", "projections"),  # with its adapter
+        ("bf16[8,1024,14336]", "bf16[14336,4112]", "bf16[8,1024,4112]", "projections"),
         ("bf16[8,1024,4096]", "bf16[16,4096]", "bf16[8,1024,16]", "adapters"),
         ("bf16[8,1024,16]", "bf16[14336,16]", "bf16[8,1024,14336]", "adapters"),
         ("bf16[8,256,4096]", "bf16[32000,4096]", "bf16[8,256,32000]", "loss"),

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.ops import Folding, Loop, python_loop
 
@@ -237,6 +238,19 @@ def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_int8_times_int8_trains_as_in_plain_torch(tmp_path: Path) -> None:
+    words = ("debug=smoke", "model.base=int8", "model.base_activations=int8")
+    for runtime in ("eager", "torchtpu"):
+        done = run(tmp_path, *words, f"hw.runtime={runtime}", f"name={runtime}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    plain, ours = (records_of(tmp_path / runtime) for runtime in ("eager", "torchtpu"))
+    assert ours.keys() == plain.keys()
+    for (step, name), value in plain.items():
+        if "loss" in name or "norm" in name:  # an input between two integers falls on either side of a half
+            assert ours[step, name] == pytest.approx(value, rel=2e-3), (step, name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_every_recipe_trains_as_in_plain_torch(experiment: str, tmp_path: Path) -> None:
     words = ["debug=smoke", "hw=cpu", "sharding=replicated", f"experiment={experiment}"]
@@ -360,10 +374,31 @@ def test_draws_of_the_generator_are_refused() -> None:
 
 
 def test_an_operator_that_is_not_lowered_yet_is_refused() -> None:
-    x, weight = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((8, 16), (4, 16)))
-    graph = make_fx(lambda tensors: int8_product(*tensors, 1))([x, weight])
-    with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; the program calls tpu_experiments\.int8_product"):
-        as_function_of(graph, [("x", x), ("weight", weight)])
+    @torch.library.custom_op("tpu_experiments::of_tomorrow", mutates_args=())
+    def of_tomorrow(x: Tensor) -> Tensor:
+        return x.clone()
+
+    of_tomorrow.register_fake(torch.empty_like)
+    x = torch.empty(8, 16, device="meta")
+    graph = make_fx(lambda tensors: of_tomorrow(tensors[0]))([x])
+    with pytest.raises(ConfigError, match=r"hw\.runtime=torchtpu; the program calls tpu_experiments\.of_tomorrow"):
+        as_function_of(graph, [("x", x)])
+
+
+def test_products_of_int8_are_those_of_plain_torch() -> None:
+    runtime = made(composed("hw=cpu", "hw.runtime=torchtpu"))
+    x = torch.arange(-60, 60, dtype=torch.int32).reshape(6, 20)
+    weight = torch.arange(-80, 80, dtype=torch.int32).reshape(8, 20)
+    held = runtime.place(weight.to(torch.int8), name="weight")
+
+    def products(batch: Mapping[str, Tensor]) -> list[Tensor]:
+        given = batch["x"].to(torch.int8)
+        return [int8_product(given, held, 1), int8_product(given[:, :8].contiguous(), held, 0)]
+
+    found = [on_host(t) for t in runtime.program(products, name="products")(runtime.put({"x": x}, rows_dim=0))]
+    assert {tensor.dtype for tensor in found} == {torch.int32}
+    assert torch.equal(found[0], x @ weight.T)
+    assert torch.equal(found[1], x[:, :8] @ weight)
 
 
 def test_running_sums_are_those_of_plain_torch() -> None:
@@ -387,3 +422,23 @@ def test_a_number_made_into_a_tensor_is_a_constant() -> None:
     graph = make_fx(lambda tensors: [tensors[0] + whole.to("meta")])([x])
     with pytest.raises(RuntimeError, match=r"reads a tensor of \(4,\) that was not placed"):
         as_function_of(graph, [("x", x)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_over_several_dimensions_are_those_of_plain_torch(dtype: torch.dtype) -> None:
+    runtime = made(composed("hw=cpu", "hw.runtime=torchtpu"))
+    x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5) % 7 - 3
+    weight = torch.arange(6 * 4 * 5.0).reshape(6, 4, 5) % 5 - 2
+    held = runtime.place(weight.to(dtype), name="weight")
+
+    def products(batch: Mapping[str, Tensor]) -> list[Tensor]:
+        given = batch["x"].to(dtype)
+        out = contraction(given, held, [2, 3], [1, 2])
+        return [out, contraction(out, held, [2], [0]), contraction(out, given, [0, 1], [0, 1])]
+
+    found = [on_host(t) for t in runtime.program(products, name="products")(runtime.put({"x": x}, rows_dim=0))]
+    out = torch.einsum("bthd,mhd->btm", x, weight)
+    exact = [out, torch.einsum("btm,mhd->bthd", out, weight), torch.einsum("btm,bthd->mhd", out, x)]
+    assert {tensor.dtype for tensor in found} == {dtype}
+    for ours, plain in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.float(), plain, rtol=0.0 if dtype == torch.float32 else 1e-2, atol=0.0)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.bitnet import make_ternary
+from tpu_experiments.models.contracted import LinearOfHeads
 from tpu_experiments.models.distances import pick_by_products
 from tpu_experiments.models.dropout import drop_by_rows
 from tpu_experiments.models.fold import fold
@@ -20,21 +21,25 @@ from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Nam
 from tpu_experiments.models.lora import (
     A,
     B,
+    LoraLinear,
     ParameterReport,
-    RoundedLinear,
     adapted_weights,
     adapter_weights,
+    features_of,
     fingerprints,
     inject,
 )
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
+from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
 from tpu_experiments.runtime.ops import Folding, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
 
 STARTS = ("pissa", "loftq")
 """Values of `lora.init` whose B A is not zero."""
+MAKE_HEADS, TAKE_HEADS = ("q_proj", "k_proj", "v_proj", "Wqkv"), ("o_proj", "Wo")
+"""Names of the projections whose outputs or inputs are heads, in transformers."""
 HEAD_NORMS = ("q_norm", "k_norm")
 """Names of the norms of queries' and keys' heads in transformers."""
 
@@ -201,11 +206,13 @@ def build_model(
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
     for part in module.modules():
-        if isinstance(part, RoundedLinear):
+        if isinstance(part, LoraLinear):
             part.row_shards = folding.row_shards if folding is not None else 1
+    chosen = source.model
     if folding is not None:
         read_heads_apart(module)
-    chosen = source.model
+    if chosen.attention == "flash" and has_attention_kernel():
+        work_on_heads(module)
     if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
         recompute(module, remat=chosen.remat, saved=chosen.saved)
     elif chosen.stack == "scanned" and folding is not None:
@@ -228,6 +235,30 @@ def build_model(
     in_order = {name: trainable[name] for name in names}
     is_reduced = lora.init == "pissa"
     return BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
+
+
+def work_on_heads(module: nn.Module) -> None:
+    """Have projections of attention write and read heads where the kernel wants them first.
+
+    Their products then write (T, D) of each head at once, and o_proj reads it: views of features as heads, which do not
+    fill the lanes, would be copied (tests/benchmarks/README.md, Small models).
+    """
+    for name, part in list(module.named_modules()):
+        head_dim = getattr(part, "head_dim", 0)
+        made = {leaf: found for leaf in (*MAKE_HEADS, *TAKE_HEADS) if (found := getattr(part, leaf, None)) is not None}
+        takers = [found for leaf, found in made.items() if leaf in TAKE_HEADS]
+        if not head_dim or not takers or features_of(takers[0])[0] % head_dim:
+            continue
+        if reads_flat(heads=features_of(takers[0])[0] // head_dim, head_dim=head_dim):
+            continue
+        for leaf, projection in made.items():
+            takes = leaf in TAKE_HEADS
+            count = features_of(projection)[0 if takes else 1] // head_dim
+            which = "input_heads" if takes else "output_heads"
+            if isinstance(projection, LoraLinear) and projection.multiplies_heads:
+                setattr(projection, which, count)
+            elif type(projection) is nn.Linear:
+                setattr(part, leaf, LinearOfHeads(projection, name=f"{name}.{leaf}", **{which: count}))
 
 
 def read_heads_apart(module: nn.Module) -> None:

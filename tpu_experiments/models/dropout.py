@@ -7,6 +7,7 @@ them.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -102,14 +103,17 @@ def threshold_of(keep: float) -> int:
     return round((1 - keep) * 2**32) - 2**31
 
 
-def dropped(x: Tensor, words: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
+def dropped(x: Tensor, words: Tensor, *, layer: Tensor | int, site: int, keep: float, feature_dims: int = 1) -> Tensor:
     """Apply dropout to x (..., features): each value is kept with probability `keep`, and divided by it, or is 0.
 
     Args:
         words: those of a `Noise`; with thresholds, each row has its own probability in the place of `keep`.
+        feature_dims: dimensions that the features are viewed as, the last of x; the mask is the same.
     """
     if words.ndim == 1:
-        return _kept(random_mask(x, words, layer=layer, site=site, keep=keep), x / keep)
+        of_x = random_mask(x, words, layer=layer, site=site, keep=keep, feature_dims=feature_dims)
+        return _kept(of_x, x / keep)
+    assert feature_dims == 1, "packed adapters multiply features, not heads"
     words_R, thresholds_R = words.unbind(-1)
     mask = _random_mask(x, words_R, layer=layer, site=site, threshold=thresholds_R[:, None, None])
     keep_R = (0.5 - thresholds_R.to(torch.float32) * 2.0**-32).to(x.dtype)
@@ -178,7 +182,9 @@ def layer_and_hash(name: str) -> tuple[int, int]:
     return number, int.from_bytes(digest, "little") - 2**31
 
 
-def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float) -> Tensor:
+def random_mask(
+    x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, keep: float, feature_dims: int = 1
+) -> Tensor:
     """Return a mask in the shape of x (..., features), true with probability `keep`.
 
     The first dimension of x holds R rows in order, each with as many tokens, or attention heads. Each site (int32, one
@@ -192,20 +198,24 @@ def random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, k
     Raises:
         ValueError: the first dimension of x is no multiple of R.
     """
-    return _random_mask(x, words_R, layer=layer, site=site, threshold=threshold_of(keep))
+    threshold = threshold_of(keep)
+    return _random_mask(x, words_R, layer=layer, site=site, threshold=threshold, feature_dims=feature_dims)
 
 
-def _random_mask(x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, threshold: Tensor | int) -> Tensor:
+def _random_mask(
+    x: Tensor, words_R: Tensor, *, layer: Tensor | int, site: int, threshold: Tensor | int, feature_dims: int = 1
+) -> Tensor:
     """Return `random_mask` for a threshold (`threshold_of`), or one for each row, (R, 1, 1)."""
-    num_rows, (first, *middle, num_features) = len(words_R), x.shape
+    shape = x.shape[-feature_dims:]
+    num_rows, (first, *middle) = len(words_R), x.shape[:-feature_dims]
     if first % num_rows:
         raise ValueError(f"dropout of {tuple(x.shape)}: {first} tokens are not those of {num_rows} rows")
     number = layer if isinstance(layer, Tensor) else _scalar(layer, x)
     words = hashed(words_R ^ (number * GOLDEN + site))
     for size in middle if middle and first == num_rows else (first // num_rows, *middle):
         words = hashed(words[..., None] ^ (_range(size, x) * GOLDEN))
-    features = hashed(_range(num_features, x) ^ site)
-    bits = _mixed(words.reshape(num_rows, -1, 1) ^ features) >= threshold
+    features = hashed(_range(math.prod(shape), x) ^ site).view(shape)
+    bits = _mixed(words.reshape(num_rows, -1, *(1 for _ in shape)) ^ features) >= threshold
     return bits.reshape(x.shape)
 
 

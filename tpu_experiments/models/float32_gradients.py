@@ -18,8 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from tpu_experiments.models.contracted import into_heads, out_of_heads
 from tpu_experiments.runtime.stacked import is_adapter_part, is_side_tensor
 
+OF_HEADS = (into_heads, out_of_heads)
 FACTORS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul}
 
 
@@ -113,9 +115,9 @@ class _UsedInFloat32(TorchFunctionMode):
         """Return the result of `func`, bit for bit."""
         given = kwargs or {}
         own = [self._weights.get(id(arg)) for arg in args]
-        if func is F.linear and own[1] is not None and not given:
+        if own[1:] and own[1] is not None and (func in OF_HEADS or (func is F.linear and not given)):
             weights = (arg if weight is None else weight for arg, weight in zip(args[1:], own[1:], strict=True))
-            return product(args[0], *weights)
+            return (product if func is F.linear else func)(args[0], *weights, **given)
         if func is F.embedding and own[1] is not None:
             return func(args[0], own[1], *args[2:], **given).to(args[1].dtype)
         if func in FACTORS and not given and (own[0] is None) != (own[1] is None):

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
+from tpu_experiments.models.contracted import into_heads, out_of_heads, together
 from tpu_experiments.models.dora import row_norms, with_length
 from tpu_experiments.models.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.float32_gradients import product
@@ -28,11 +29,14 @@ from tpu_experiments.models.low_rank_qat import decoded, fixed_point, fold, roun
 from tpu_experiments.models.packed import by_adapter
 from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
 from tpu_experiments.quantisation.grid import Grid
+from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
 
 A, B, MAGNITUDE, LEARNT_SCALE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that share one input tensor in most decoders; whether they do is checked at every call."""
+TOGETHER_OUTPUTS, TOGETHER_TOKENS = 2, 4
+"""Outputs and tokens per input feature from which a frozen weight and B are multiplied together."""
 
 
 class LoraLinear(nn.Module):
@@ -47,8 +51,10 @@ class LoraLinear(nn.Module):
     lora_magnitude_vector: nn.Parameter | None
     is_divided = False
     """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
-    num_shards = 1
-    """Devices that the rows of packed adapters are split over (models/packed.py)."""
+    input_heads = output_heads = 0
+    """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
+    row_shards = 1
+    """Parts that the rows of a batch are split into inside one program."""
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class LoraLinear(nn.Module):
     ) -> None:
         """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
         super().__init__()
-        self.leaf, self.names_its_products = name.rpartition(".")[2], dora
+        self.leaf = name.rpartition(".")[2]
         self.layer_idx, self.site = layer_and_hash(name)
         self.is_transposed = isinstance(linear, Conv1D)
         self.in_features, self.out_features = features_of(linear)
@@ -78,23 +84,63 @@ class LoraLinear(nn.Module):
         lengths = nn.Parameter(torch.empty(self.out_features, dtype=torch.float32, device=device)) if dora else None
         self.register_parameter(MAGNITUDE, lengths)
 
+    @property
+    def names_its_products(self) -> bool:
+        """Whether the module names what a remat policy saves of it, in the place of its output."""
+        return self.lora_magnitude_vector is not None or bool(self.output_heads)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), in the data type of `x`."""
+        if self.input_heads:
+            x = x.unflatten(-1, (self.input_heads, -1))
         low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
         if self.lora_magnitude_vector is not None:
             return self._with_length(x, low, self.lora_magnitude_vector)
+        if self._is_one_product(x):
+            out = together(x, low, self.weight, self.lora_B, outputs=(self.out_features,))
+            return out if self.bias is None else out + self.bias
+        if self.output_heads:
+            return named(self._into_heads(x, low), self.leaf).flatten(-2)
         return self.frozen(x, bias=self.bias) + self._product(low, self.lora_B)
+
+    @property
+    def multiplies_heads(self) -> bool:
+        """Whether the layer can write or read heads: one whose weight is a matrix as it is stored, without lengths."""
+        return (
+            type(self) is LoraLinear
+            and self.format is None
+            and not self.is_transposed
+            and self.lora_magnitude_vector is None
+        )
+
+    def _into_heads(self, x: Tensor, low: Tensor) -> Tensor:
+        """Return (..., heads, features of a head)."""
+        out = into_heads(x, self.weight, self.bias, heads=self.output_heads)
+        return out + into_heads(low, self.lora_B, heads=self.output_heads)
+
+    def _is_one_product(self, x: Tensor) -> bool:
+        """Return whether the frozen weight and B are multiplied together, which costs copies of both operands.
+
+        That pays where outputs, and the tokens of a chip, are many: the MLP of a layer of Qwen2.5 0.5B, forward and
+        backward for 8,192 tokens on v6e, takes 2,412 instead of 2,743 us (tests/benchmarks/README.md, Small models).
+        """
+        wide = self.out_features >= TOGETHER_OUTPUTS * self.in_features
+        many = math.prod(x.shape[:-1]) >= TOGETHER_TOKENS * self.in_features * self.row_shards
+        plain = self.format is None and not self.is_transposed and self.lora_B.ndim == 2
+        return plain and wide and many and x.device.type in XLA_DEVICES
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply (..., in) by (out, in); by packed weights (K, out, in), each adapter's rows by its own."""
         if weight.ndim == 2:
             return product(x, weight)
-        return by_adapter(x, weight, num_shards=self.num_shards)
+        return by_adapter(x, weight, num_shards=self.row_shards)
 
     def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
         """Return what the layer computes without its adapter."""
         if self.format is not None:
             return frozen_product(x, parts_of(self), format=self.format, bias=bias)
+        if self.input_heads:
+            return out_of_heads(x, self.weight, bias)
         return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
 
     def _with_length(self, x: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:
@@ -119,7 +165,8 @@ class LoraLinear(nn.Module):
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
         # Scaling here costs r multiplications per token, not one per feature, forward and backward.
-        return named(self._product(self._dropped(x), a) * self.scale, LOW)
+        kept = self._dropped(x)
+        return named((out_of_heads(kept, a) if self.input_heads else self._product(kept, a)) * self.scale, LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Apply dropout with a mask derived from the row's random word.
@@ -130,7 +177,8 @@ class LoraLinear(nn.Module):
         if not self.dropout or not self.training:
             return x
         noise = noise_in_use(f"lora.dropout={self.dropout}", off="lora.dropout=0")
-        return dropped(x, noise.words_R, layer=noise.layer_of(self.layer_idx), site=self.site, keep=1 - self.dropout)
+        layer, dims = noise.layer_of(self.layer_idx), 2 if self.input_heads else 1
+        return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout, feature_dims=dims)
 
 
 class RoundedLinear(LoraLinear):
@@ -141,8 +189,6 @@ class RoundedLinear(LoraLinear):
 
     is_folded = False
     """Whether `weight` holds integers that include the adapter, which is then none."""
-    row_shards = 1
-    """Parts that the rows of a batch are split into inside one program."""
 
     def __init__(self, linear: nn.Linear, *, r: int, scale: float, grid: Grid, rounds_inputs: bool, name: str) -> None:
         """Wrap `linear`; `rounds_inputs` says whether tokens are rounded to 8 bits before the product."""

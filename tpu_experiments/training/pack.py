@@ -63,7 +63,8 @@ class PackedStep:
         self.module, self.steps, self.num_shards = module, steps, num_shards
         for part in module.modules():
             if isinstance(part, LoraLinear):
-                part.num_shards = num_shards
+                part.row_shards = num_shards
+                part.input_heads = part.output_heads = 0  # K adapters multiply features
 
     def __call__(
         self,

@@ -6,8 +6,9 @@ whatever axes were split or merged, and its elements and FLOPs determine all fou
 
     collectives  a collective, or a fusion around one without a product
     products     by the product with the most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a
-                 projection} is `adapters`; the two edges of a projection are `projections`; any other, batched ones
-                 above all, is `attention` (scores, values, rotation of queries and keys)
+                 projection} is `adapters`; the two edges of a projection, one with the rank added where its adapter is
+                 multiplied with it, are `projections`; any other, batched ones above all, is `attention` (scores,
+                 values)
     loss         something produced in it has a dimension of the vocabulary
     optimizer    outside loops, all arrays have as many elements as a trained parameter (or scales of its 8-bit moments)
                  and some result is float32 or a code: norms, clipping, moments, update
@@ -22,6 +23,7 @@ A fusion is counted as one part: a norm fused into a product belongs to the prod
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from tpu_experiments.config.hardware import ChipConfig
@@ -64,6 +66,12 @@ class Widths:
     def of_projections(self) -> frozenset[int]:
         """All edges of projections."""
         return frozenset[int]().union(*self.edges)
+
+    def is_projection(self, first: int, second: int) -> bool:
+        """Return whether two sizes are the edges of a projection, whole or shares, or with the rank added to one."""
+        pairs = {(a, b) for a in self.whole(first) for b in self.whole(second)}
+        pairs |= {pair for a, b in set(pairs) if self.rank for pair in ((a - self.rank, b), (a, b - self.rank))}
+        return any({a, b} in self.edges for a, b in pairs)
 
     def whole(self, size: int) -> set[int]:
         """Return the sizes that an edge may have before sharding, its own and those it may be a share of."""
@@ -153,9 +161,7 @@ def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths, in_floa
         return "loss"
     if widths.ranks & set(edges) and any(each & widths.of_projections for each in whole):
         return "adapters"
-    pairs = [(0, 1), (0, 2), (1, 2)]
-    is_projection = any({a, b} in widths.edges for i, j in pairs for a in whole[i] for b in whole[j])
-    return "projections" if is_projection else "attention"
+    return "projections" if any(widths.is_projection(*pair) for pair in combinations(edges, 2)) else "attention"
 
 
 def is_of_heads(shape: Shape, *, widths: Widths) -> bool:
@@ -181,7 +187,7 @@ def is_matrix(shape: Shape, *, widths: Widths) -> bool:
     sizes = [size for size in shape.dims if size > 1]
     if len(sizes) != 2:
         return False
-    return any({a, b} in widths.edges for a in widths.whole(sizes[0]) for b in widths.whole(sizes[1]))
+    return widths.is_projection(*sizes)
 
 
 def seconds_by_part(cycles_by_part: dict[str, int], *, time: StepTime, chip: ChipConfig) -> dict[str, float]:

@@ -193,13 +193,8 @@ class AttentionCall:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the kernel reads heads out of (T, H D) without a transpose.
-
-        A head must fill the lanes for that, and there must be 8 heads or more: where a model works on heads between
-        projection and attention (Gemma 3 normalises them) their layout is (T, H, D), and H is padded to the 8 rows of a
-        tile. Gemma 3 270M, 4 heads: 1.82 s a step with the flat layout, 1.69 s heads first.
-        """
-        return self.head_dim % LANES == 0 and self.heads >= SUBLANES
+        """Whether the kernel reads heads out of (T, H D) without a transpose (`reads_flat`)."""
+        return reads_flat(heads=self.heads, head_dim=self.head_dim)
 
     @property
     def padded_length(self) -> int:
@@ -252,16 +247,31 @@ class AttentionCall:
         return 2 * products * self.head_dim * self.exponentials
 
     def bytes_moved(self, phase: Phase) -> int:
-        """Return the bytes of memory traffic of one row, with every tensor read or written once."""
+        """Return the bytes of memory traffic of one row, with every tensor read or written once, and whole lanes."""
         queries = {"fwd": 2, "dkv": 3, "dq": 3}[phase]  # q and out; q, out and its gradient; the same, or dQ
         keys = {"fwd": 2, "dkv": 4, "dq": 2}[phase]
-        per_head = self.padded_length * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
+        per_head = self.padded_length * padded_lanes(self.head_dim) * (2 if self.dtype == "bfloat16" else 4)
         return (queries * self.heads + keys * self.kv_heads) * per_head
 
     @property
     def exponentials(self) -> int:
         """Exponentials of one row: the scores of its visited blocks."""
         return self.heads * self.visited_blocks * self.block**2
+
+
+def reads_flat(*, heads: int, head_dim: int) -> bool:
+    """Return whether the kernel reads heads out of (T, H D) without a transpose, rather than heads first.
+
+    A head must fill the lanes for that, and there must be 8 heads or more: where a model works on heads between
+    projection and attention (Gemma 3 normalises them) their layout is (T, H, D), and H is padded to the 8 rows of a
+    tile. Gemma 3 270M, 4 heads: 1.82 s a step with the flat layout, 1.69 s heads first.
+    """
+    return head_dim % LANES == 0 and heads >= SUBLANES
+
+
+def padded_lanes(width: int) -> int:
+    """Return the numbers that a row of `width` takes in the TPU's memory, where it fills whole lanes."""
+    return -(-width // LANES) * LANES
 
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}

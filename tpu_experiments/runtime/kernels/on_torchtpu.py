@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Direction, Scores, call_of
+from tpu_experiments.runtime.kernels.contraction import shape_of
 
 NAMES: dict[str, Direction] = {
     "tpu_experiments.attention_forward.default": "forward",
     "tpu_experiments.attention_backward.default": "backward",
 }
 """Operators of kernels/attention.py, as a traced graph names them."""
+CONTRACTION, INT8_PRODUCT = "tpu_experiments.contraction.default", "tpu_experiments.int8_product.default"
+PRODUCTS = (CONTRACTION, INT8_PRODUCT)
+"""Those of kernels/contraction.py and kernels/integers.py."""
 
 
 class LaterAttention:
@@ -85,3 +89,34 @@ def _lowered(call: AttentionCall, direction: Direction) -> tuple[str, tuple[tupl
     traced = jax.jit(body, keep_unused=True).trace(*given)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     return text, tuple((tuple(result.shape), result.dtype.name) for result in results)
+
+
+def lowered_product(name: str, arguments: tuple[Any, ...]) -> Tensor:
+    """Return the result of one of `PRODUCTS` on TorchTPU's placeholders."""
+    a, b, *dims = arguments
+    of_a, of_b = dims if name == CONTRACTION else ((1,), (dims[0],))
+    dtype = "int32" if name == INT8_PRODUCT else str(a.dtype).removeprefix("torch.")
+    shape = shape_of(a.shape, b.shape, of_a, of_b)
+    kind = str(a.dtype).removeprefix("torch.")
+    text = _text_of_product((tuple(a.shape), tuple(b.shape)), (tuple(of_a), tuple(of_b)), kind, dtype)
+    (made,) = spliced(text, inputs=[a, b], results=((shape, dtype),))
+    return made
+
+
+@functools.cache
+def _text_of_product(
+    operands: tuple[tuple[int, ...], tuple[int, ...]],
+    of: tuple[tuple[int, ...], tuple[int, ...]],
+    kind: str,
+    dtype: str,
+) -> str:
+    """Return the StableHLO of (result, once, a, b) -> result, as `spliced` takes it."""
+    import jax
+
+    def body(before: Any, once: Any, a: Any, b: Any) -> Any:
+        return jax.lax.dot_general(a, b, (of, ((), ())), preferred_element_type=dtype)
+
+    shapes = [(shape_of(*operands, *of), dtype), ((), "float32"), *((shape, kind) for shape in operands)]
+    given = [jax.ShapeDtypeStruct(shape, made) for shape, made in shapes]
+    text: str = jax.jit(body, keep_unused=True).lower(*given).as_text()
+    return text

@@ -4,6 +4,7 @@ Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch_xla
@@ -14,6 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target, call_of
+from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.kernels.integers import int8_product
 
 
@@ -72,3 +74,9 @@ def _(x_TK: Tensor, weight: Tensor, contracted: int) -> Tensor:
     dimensions: tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]] = (([1], [contracted]), ([], []))
     product: Tensor = torch_xla._XLAC._xla_dot_general(x_TK, weight, dimensions, preferred_element_type=torch.int32)
     return product
+
+
+@contraction.register_kernel("xla")
+def _(a: Tensor, b: Tensor, of_a: Sequence[int], of_b: Sequence[int]) -> Tensor:
+    made: Tensor = torch_xla._XLAC._xla_dot_general(a, b, ((list(of_a), list(of_b)), ([], [])))
+    return made

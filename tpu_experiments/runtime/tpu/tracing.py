@@ -26,7 +26,13 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
-from tpu_experiments.runtime.kernels.on_torchtpu import NAMES, LaterAttention, lowered_call
+from tpu_experiments.runtime.kernels.on_torchtpu import (
+    NAMES,
+    PRODUCTS,
+    LaterAttention,
+    lowered_call,
+    lowered_product,
+)
 from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, axes_of, kind_of
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
@@ -46,6 +52,8 @@ NO_TPU = {
 """Without these TorchTPU asks a metadata server for minutes. What is lowered does not depend on the type."""
 NAMED = "tpu_experiments.named.default"
 """Operator of models/layer_graph.py that gives a value a name for the policy of what is saved."""
+LOWERED = (*NAMES, *OPERATORS, *PRODUCTS)
+"""Operators of this package that are lowered here."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,7 @@ def _on_tpu(graph: fx.GraphModule) -> None:
         if str(node.target) == NAMED:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in (*NAMES, *OPERATORS):
+        elif str(node.target).startswith("tpu_experiments.") and str(node.target) not in LOWERED:
             raise ConfigError(
                 f"hw.runtime=torchtpu; the program calls {node.target}, which is not lowered by TorchTPU yet; use "
                 "hw.runtime=xla."
@@ -361,6 +369,8 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target
             if str(op) in NAMES:
                 shards = {"num_shards": target.row_shards, "head_shards": target.head_shards}
                 return lowered_call(NAMES[str(op)], args, max_block=target.max_block, **shards)
+            if str(op) in PRODUCTS:
+                return lowered_product(str(op), args)
             if op is torch.ops.aten.cumsum.default:
                 return running_sum(*args, **kwargs)
             if str(op) in OPERATORS:

@@ -1,0 +1,153 @@
+"""Linear layers into heads, out of heads and with their adapter, against F.linear: values and all gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpu_experiments.models import lora
+from tpu_experiments.models.contracted import LinearOfHeads, into_heads, out_of_heads, together
+from tpu_experiments.models.float32_gradients import cast_weights
+from tpu_experiments.models.lora import LoraLinear
+
+pytestmark = pytest.mark.xla
+ROWS, TOKENS, FEATURES, HEADS, HEAD_DIM, RANK = 2, 6, 8, 3, 5, 2
+WIDTH = HEADS * HEAD_DIM
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def outcome(
+    function: Callable[..., Tensor], tensors: list[Tensor], device: torch.device, *, of: list[int]
+) -> list[Tensor]:
+    """What the function returns, flattened to features, and the gradients of the tensors numbered in `of`."""
+    given = [tensor.to(device) for tensor in tensors]
+    for number in of:
+        given[number].requires_grad_()
+    out = function(*given).flatten(2)
+    wanted = random(*out.shape).bfloat16().float().to(device)  # so that a gradient of bf16 is exact
+    grads = torch.autograd.grad((out.float() * wanted).sum(), [given[number] for number in of])
+    return [tensor.detach().cpu() for tensor in (out, *grads)]
+
+
+CASES: dict[str, tuple[list[Tensor], list[int], Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "into heads": (
+        [random(ROWS, TOKENS, FEATURES), random(WIDTH, FEATURES), random(WIDTH)],
+        [0, 1, 2],
+        lambda *tensors: into_heads(*tensors, heads=HEADS),
+        F.linear,
+    ),
+    "out of heads": (
+        [random(ROWS, TOKENS, HEADS, HEAD_DIM), random(FEATURES, WIDTH), random(FEATURES)],
+        [0, 1, 2],
+        out_of_heads,
+        lambda x, weight, bias: F.linear(x.flatten(2), weight, bias),
+    ),
+    "together": (
+        [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
+        [0, 1, 3],
+        lambda *tensors: together(*tensors, outputs=(WIDTH,)),
+        lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
+    ),
+    "together into heads": (
+        [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
+        [0, 1, 3],
+        lambda *tensors: together(*tensors, outputs=(HEADS, HEAD_DIM)),
+        lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_linear_layer(case: str, device: str) -> None:
+    tensors, of, ours, plain = CASES[case]
+    for found, expected in zip(
+        outcome(ours, tensors, torch.device(device), of=of),
+        outcome(plain, tensors, torch.device("cpu"), of=of),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_bf16_gradients_of_weights_are_summed_in_float32(case: str) -> None:
+    tensors, _, ours, plain = CASES[case]
+    own = [3] if case.startswith("together") else [1, 2]
+    rounded = [t if number in own else t.bfloat16() for number, t in enumerate(tensors)]
+    if case.startswith("together"):
+        rounded[2] = rounded[2].bfloat16()
+    given = outcome(ours, rounded, torch.device("cpu"), of=own)
+    exact = outcome(plain, [t.float() for t in rounded], torch.device("cpu"), of=own)
+    for ours, theirs in zip(given[1:], exact[1:], strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", ["input_heads", "output_heads"])
+def test_weights_that_are_trained_through_their_casts_have_float32_gradients(heads: str) -> None:
+    width, others = (WIDTH, FEATURES) if heads == "input_heads" else (FEATURES, WIDTH)
+    linear = nn.Linear(width, others)
+    linear.weight.data, linear.bias.data = random(others, width).bfloat16().float(), random(others).bfloat16().float()
+    layer = LinearOfHeads(linear, name="layers.0.attn.Wo", **{heads: HEADS})
+    weights, x = dict(layer.named_parameters()), random(ROWS, TOKENS, width).bfloat16()
+    wanted = random(ROWS, TOKENS, others).bfloat16()
+    with cast_weights(weights, dtype=torch.bfloat16) as cast:
+        out = torch.func.functional_call(layer, cast, (x,))
+        assert out.dtype == torch.bfloat16
+        grads = torch.autograd.grad(out, list(weights.values()), wanted)
+    exact = torch.autograd.grad(F.linear(x.float(), linear.weight, linear.bias), list(weights.values()), wanted.float())
+    for ours, theirs in zip(grads, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def adapted(*, features: int = FEATURES, outputs: int = WIDTH, device: str = "cpu") -> LoraLinear:
+    linear = nn.Linear(features, outputs, device=device)
+    return LoraLinear(linear.requires_grad_(False), r=RANK, scale=2.0, dropout=0.0, name="layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = adapted()
+    layer.bias = layer.bias if has_bias else None
+    layer.lora_A.data, layer.lora_B.data = random(RANK, FEATURES), random(WIDTH, RANK)
+    layer = layer.to("xla")
+    calls: list[int] = []
+    monkeypatch.setattr(lora, "together", lambda *args, **how: calls.append(1) or together(*args, **how))
+    found = []
+    for tokens in (1, 10**9):
+        monkeypatch.setattr(lora, "TOGETHER_OUTPUTS", 1)
+        monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
+        x = random(ROWS, TOKENS, FEATURES).to("xla").requires_grad_()
+        out = layer(x)
+        grads = torch.autograd.grad((out * random(*out.shape).to("xla")).sum(), [x, layer.lora_A, layer.lora_B])
+        found.append([tensor.detach().cpu() for tensor in (out, *grads)])
+    assert len(calls) == 1
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("features", "outputs", "tokens", "chips", "is_one"),
+    [
+        (896, 4864, 8192, 1, True),  # Qwen2.5 0.5B, gate_proj
+        (4864, 896, 8192, 1, False),  # its down_proj
+        (896, 896, 8192, 1, False),  # its q_proj
+        (4096, 14336, 2048, 1, False),  # Mistral 7B, gate_proj: the weight's copy costs more than it saves
+        (4096, 14336, 16384, 8, False),  # the same on eight chips, in one program
+    ],
+)
+def test_they_are_one_product_where_tokens_and_outputs_are_many(
+    features: int, outputs: int, tokens: int, chips: int, is_one: bool
+) -> None:
+    layer = adapted(features=features, outputs=outputs, device="meta")
+    layer.row_shards = chips
+    assert layer._is_one_product(torch.empty(1, tokens, features, device="meta")) == is_one
+    assert not layer._is_one_product(torch.empty(1, tokens, features)), "of a program that XLA does not compile"

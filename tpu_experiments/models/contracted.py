@@ -1,0 +1,121 @@
+"""Linear layers as sums over several dimensions: into heads, out of heads, and of an adapter with its frozen weight.
+
+Legend: K input features, N output features, n heads of D features, r rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from tpu_experiments.models.layer_graph import named
+from tpu_experiments.runtime.kernels.contraction import contraction
+
+
+class LinearOfHeads(nn.Linear):
+    """A Linear whose outputs, or inputs, are heads, as attention's kernel reads and writes them."""
+
+    def __init__(self, linear: nn.Linear, *, name: str, input_heads: int = 0, output_heads: int = 0) -> None:
+        """Take the parameters of `linear`; one of the numbers of heads is not 0."""
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias, self.leaf = linear.weight, linear.bias, name.rpartition(".")[2]
+        self.input_heads, self.output_heads = input_heads, output_heads
+        self.names_its_products = bool(output_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        if self.input_heads:
+            return out_of_heads(x.unflatten(-1, (self.input_heads, -1)), self.weight, self.bias)
+        return named(into_heads(x, self.weight, self.bias, heads=self.output_heads), self.leaf).flatten(-2)
+
+
+def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, heads: int) -> Tensor:
+    """Multiply (..., K) by (N, K) and add (N,), into (..., n, D)."""
+    given = (x, weight, bias)
+    if has_torch_function(given):
+        return handle_torch_function(into_heads, given, *given, heads=heads)
+    out: Tensor = _Contracted.apply(*given, (heads, len(weight) // heads), (weight.shape[1],))
+    return out
+
+
+def out_of_heads(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply (..., n, D) by (N, n D) and add (N,), to (..., N)."""
+    given = (x, weight, bias)
+    if has_torch_function(given):
+        return handle_torch_function(out_of_heads, given, *given)
+    out: Tensor = _Contracted.apply(*given, (len(weight),), tuple(x.shape[-2:]))
+    return out
+
+
+def together(x: Tensor, low: Tensor, weight: Tensor, b: Tensor, *, outputs: Sequence[int]) -> Tensor:
+    """Multiply (..., K) by a frozen weight (N, K) and add (..., r) times B (N, r), as one product to (..., *outputs).
+
+    The sum over K + r features is written once, where two products would each write N features per token.
+    """
+    out: Tensor = _Together.apply(x, low, weight, b, tuple(outputs))
+    return out
+
+
+def _last(tensor: Tensor, count: int) -> list[int]:
+    return list(range(tensor.ndim - count, tensor.ndim))
+
+
+class _Contracted(Function):
+    """The product of x (..., *inputs) and a weight (N, K), viewed as (*outputs, *inputs), with a bias: (..., *outputs).
+
+    The gradients of weight and bias are summed over tokens in their own data types (models/float32_gradients.py).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, outputs: tuple[int, ...], inputs: tuple[int, ...]
+    ) -> Tensor:
+        ctx.outputs, ctx.inputs, ctx.bias_dtype = outputs, inputs, None if bias is None else bias.dtype
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        cast = weight.to(x.dtype).view(*outputs, *inputs)
+        out = contraction(x, cast, _last(x, len(inputs)), _last(cast, len(inputs)))
+        return out if bias is None else out + bias.to(x.dtype).view(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        tokens = list(range(grad.ndim - len(ctx.outputs)))
+        if ctx.needs_input_grad[0]:
+            cast = weight.to(grad.dtype).view(*ctx.outputs, *ctx.inputs)
+            of_x = contraction(grad, cast, _last(grad, len(ctx.outputs)), list(range(len(ctx.outputs))))
+        if ctx.needs_input_grad[1]:
+            of_weight = contraction(grad.to(weight.dtype), x.to(weight.dtype), tokens, tokens).view(weight.shape)
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.to(ctx.bias_dtype).sum(tokens).flatten()
+        return of_x, of_weight, of_bias, None, None
+
+
+class _Together(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, weight: Tensor, b: Tensor, outputs: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(low, weight, b)
+        ctx.outputs = outputs
+        both = _beside(weight, b, x.dtype).view(*outputs, -1)
+        return contraction(torch.cat([x, low], -1), both, [x.ndim - 1], [len(outputs)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        low, weight, b = ctx.saved_tensors
+        count = len(ctx.outputs)
+        both = _beside(weight, b, grad.dtype).view(*ctx.outputs, -1)
+        inputs = contraction(grad, both, _last(grad, count), list(range(count)))
+        of_x, of_low = inputs.split([weight.shape[1], b.shape[1]], dim=-1)
+        tokens = list(range(low.ndim - 1))
+        of_b = contraction(grad.to(b.dtype), low.to(b.dtype), tokens, tokens).view(b.shape)
+        return of_x, of_low, None, of_b, None
+
+
+def _beside(weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (N, K + r)."""
+    return torch.cat([weight.to(dtype), b.to(dtype)], dim=1)
