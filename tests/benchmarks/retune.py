@@ -17,6 +17,7 @@ from tpu_experiments.config.compose import CONF
 from tpu_experiments.planning.tuned import Line, lines
 
 REPOSITORY = CONF.parent
+AS_IT_IS = "task.search.axes={trainer.micro_batch_rows:[],sharding:[],model.stack:[],model.remat:[]}"
 TOKENIZER = "model.tokenizer_path=tpu_experiments/samples/tokenizer"
 
 
@@ -48,7 +49,7 @@ def main() -> None:
         if (models and line.model not in models) or key_of(line) in {key_of(each) for each in lines(table)}:
             continue
         command = [sys.executable, "run.py", *words_of(line), "tuned=off", "task=plan", "task.programs=train"]
-        command += ["task.explore=search", f"task.search.table={table}", f"name=line{number}", TOKENIZER]
+        command += ["task.explore=search", AS_IT_IS, f"task.search.table={table}", f"name=line{number}", TOKENIZER]
         done = subprocess.run([*command, f"output_dir={table.parent}"], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
         lines.cache_clear()
         new = next((each for each in lines(table) if key_of(each) == key_of(line)), None)

@@ -190,10 +190,6 @@ CASES = {
         ["task=plan", "hw=v6e8", "task.libtpu=.venv-torchtpu", "task.search.table=fast.yaml"],
         ["task.libtpu=.venv-torchtpu with task.search.table=fast.yaml; the table holds settings for"],
     ),
-    "offloading by TorchTPU": (
-        ["task=plan", "hw=v6e1", "hw.runtime=torchtpu", "model.remat=offload"],
-        ["model.remat=offload with hw.runtime=torchtpu; "],
-    ),
     "training by TorchTPU in processes": (
         ["hw=v6e8", "hw.runtime=torchtpu", "hw.parallel=spawn"],
         ["hw.runtime=torchtpu with hw.parallel=spawn; on a TPU one process drives all chips; use hw.parallel=spmd."],

@@ -4,6 +4,7 @@ These run in the environment of launch/requirements-torchtpu.lock: `pytest -m to
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -198,6 +199,18 @@ def test_five_steps_are_those_of_plain_torch(overrides: tuple[str, ...]) -> None
                 values[name] = theirs
             losses = [t for t in found[len(renewed) :] if t.ndim == 0]
             assert any(torch.isclose(loss, report.loss.detach(), rtol=1e-5) for loss in losses)
+
+
+@pytest.mark.slow
+def test_offloaded_layers_keep_their_inputs_in_the_hosts_memory(tmp_path: Path) -> None:
+    tiny = ("model=mistral7b", "model.size=tiny", "model.tiny_arch.num_hidden_layers=2", "model.remat=offload")
+    rows = ("data=sample_text", "trainer.seq_len=256", "trainer.micro_batch_rows=1", "trainer.global_batch_rows=8")
+    done = run(tmp_path, "task=plan", "task.programs=train", "hw=v6e8", "hw.runtime=torchtpu", "name=x", *tiny, *rows)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (optimized,) = (tmp_path / "plans" / "compiled").glob("*/optimized.hlo")
+    # Space 5 is the host's memory: a buffer of two layers, each with one row's input on every chip.
+    found = r"bf16\[2,1,256,64\]\{\S*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer\""
+    assert re.search(found, optimized.read_text())
 
 
 SMOKE = ("debug=smoke", "lora.dropout=0.1")

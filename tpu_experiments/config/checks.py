@@ -65,11 +65,6 @@ def hardware_problems(config: Config) -> list[str]:
         problems.append(
             "hw.runtime=torchtpu with hw.parallel=spawn; on a TPU one process drives all chips; use hw.parallel=spmd."
         )
-    if hw.runtime == "torchtpu" and config.model.remat == "offload":
-        problems.append(
-            "model.remat=offload with hw.runtime=torchtpu; the transfers to host memory are not lowered by it yet, and "
-            "the plan would count what is offloaded; use model.remat=layer_inputs, or hw.runtime=xla."
-        )
     if hw.runtime == "eager" and hw.parallel == "spmd":
         problems.append("hw.parallel=spmd with hw.runtime=eager; plain torch has no SPMD; use hw.parallel=spawn.")
     if hw.parallel == "inline" and hw.num_devices != 1:

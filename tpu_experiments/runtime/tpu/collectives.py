@@ -1,4 +1,4 @@
-"""Constraints, sums over chips and barriers in TorchTPU's graphs.
+"""Constraints, sums over chips, barriers and transfers to host memory in TorchTPU's graphs.
 
 TorchTPU lowers a collective only in a process group of TPUs (torch_tpu 0.2.0: "No backend type associated with device
 type tpu"), so they go in as the StableHLO that XLA has for them. In `spmd` XLA partitions the program by the shardings
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.runtime.kernels.on_torchtpu import spliced
-from tpu_experiments.runtime.ops import APART, Constrain, Folding
+from tpu_experiments.runtime.ops import APART, Constrain, Folding, HostMemory
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.loop import traced_loop
 
 SUM, CONSTRAIN = "tpu_experiments.sum_over_chips.default", "tpu_experiments.constrained.default"
-OPERATORS = (SUM, CONSTRAIN, str(APART))
+HELD = "tpu_experiments.held_in.default"
+OPERATORS = (SUM, CONSTRAIN, HELD, str(APART))
 """The operators of this file, and the barrier, as a traced graph names them."""
 TYPES = {
     "float32": "f32",
@@ -56,6 +57,21 @@ def _(tensor: Tensor, sharding: str) -> Tensor:
 _constrained.register_autograd(lambda ctx, grad: (grad, None))
 
 
+@torch.library.custom_op("tpu_experiments::held_in", mutates_args=())
+def _held_in(tensor: Tensor, memory: str) -> Tensor:
+    raise AssertionError("tensors of the meta device have no values to move")
+
+
+@_held_in.register_fake
+def _(tensor: Tensor, memory: str) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def host_memory() -> HostMemory:
+    """Return a TPU's transfers to and from its host's memory, which XLA's host offloader reads as annotations."""
+    return HostMemory(put=lambda x: _held_in(x, "pinned_host"), fetch=lambda x: _held_in(x, "device"))
+
+
 def sum_over_chips(tensors: list[Tensor]) -> list[Tensor]:
     """Sum each tensor over all chips."""
     return [_sum(tensor.detach()) for tensor in tensors]
@@ -72,11 +88,12 @@ def constraints_over(mesh: Mesh) -> Constrain:
     return constrain
 
 
-def folding_over(mesh: Mesh, table: ShardingTable | None) -> Folding:
+def folding_over(mesh: Mesh, table: ShardingTable | None, *, device: str) -> Folding:
     """Return what folded layers need on chips over which XLA partitions programs; without a table it does not."""
+    host = host_memory() if device == "tpu" else HostMemory()
     if table is None:
-        return Folding(traced_loop)
-    return Folding(traced_loop, constraints_over(mesh), axes=table.axes, row_shards=mesh.num_shards)
+        return Folding(traced_loop, host=host)
+    return Folding(traced_loop, constraints_over(mesh), table.axes, host, row_shards=mesh.num_shards)
 
 
 def lowered_operator(name: str, arguments: tuple[Any, ...], *, num: int) -> Tensor:
@@ -92,6 +109,8 @@ def lowered_operator(name: str, arguments: tuple[Any, ...], *, num: int) -> Tens
         text = _text_of_sum(shape, kind, num=num)
     elif name == CONSTRAIN:
         text = _text_of_constraint(shape, kind, sharding=how[0])
+    elif name == HELD:
+        text = _text_of_transfer(shape, kind, memory=how[0])
     else:
         text = _text_of_barrier(shape, kind)
     (made,) = spliced(text, inputs=[tensor], results=((shape, dtype),))
@@ -116,6 +135,14 @@ def _text_of_sum(shape: tuple[int, ...], dtype: str, *, num: int) -> str:
 def _text_of_constraint(shape: tuple[int, ...], dtype: str, *, sharding: str) -> str:
     of = _type(shape, dtype)
     call = f'stablehlo.custom_call @Sharding(%x) {{mhlo.sharding = "{sharding}"}} : ({of}) -> {of}'
+    return _function(of, f"    %same = {call}")
+
+
+@functools.cache
+def _text_of_transfer(shape: tuple[int, ...], dtype: str, *, memory: str) -> str:
+    of = _type(shape, dtype)
+    where = f'has_side_effect = true, mhlo.frontend_attributes = {{_xla_buffer_placement = "{memory}"}}'
+    call = f"stablehlo.custom_call @annotate_device_placement(%x) {{{where}}} : ({of}) -> {of}"
     return _function(of, f"    %same = {call}")
 
 

@@ -89,7 +89,7 @@ class TorchTpuRuntime:
         self.hosts = Hosts()
         self.num_devices = hw.num_devices
         self.target = Target.of(hw, mesh=self.mesh)
-        folding = folding_over(self.mesh, self.table)
+        folding = folding_over(self.mesh, self.table, device=hw.device)
         self.folding: Folding | None = folding
         self.loop, self.constrain = folding.loop, folding.constrain
         self.on_recompile = on_recompile

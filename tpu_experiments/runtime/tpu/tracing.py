@@ -92,7 +92,7 @@ class TracingRuntime(DevicelessRuntime):
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
         self.share = 0, self.world_size
-        folding = folding_over(self.mesh, self.table)
+        folding = folding_over(self.mesh, self.table, device=hw.device)
         self.folding: Folding | None = folding
         self.loop, self.constrain = folding.loop, folding.constrain
 
