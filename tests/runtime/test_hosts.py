@@ -14,6 +14,7 @@ import pytest
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.processes import hosts
 from tpu_experiments.runtime.processes.hosts import KEEPALIVE, HostLost, HostWatch, Place, _place, rendezvous
 
 HOST = """
@@ -181,11 +182,12 @@ def test_a_host_must_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _place(HwConfig(num_hosts=4)) == Place(3, "10.0.0.1", 29500)
 
 
-def test_workers_of_gke_are_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runtime", ["xla", "torchtpu"])
+def test_workers_of_gke_are_in_variables(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "true")
     monkeypatch.setenv("TPU_WORKER_ID", "2")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "job-0.pods,job-1.pods,job-2.pods,job-3.pods")
-    assert _place(HwConfig(num_hosts=4, device="tpu")) == Place(2, "job-0.pods")
+    assert _place(HwConfig(num_hosts=4, device="tpu", runtime=runtime)) == Place(2, "job-0.pods")
 
 
 @pytest.fixture
@@ -207,20 +209,26 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     thread.start()
     from torch_xla._internal import tpu
 
-    monkeypatch.setattr(tpu, "_GCE_METADATA_ROOT_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    root = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(tpu, "_GCE_METADATA_ROOT_URL", root)
+    monkeypatch.setattr(hosts, "METADATA", f"{root}/instance/attributes")
+    for name in ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
     yield attributes
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
+@pytest.mark.parametrize("runtime", ["xla", "torchtpu"])
+def test_workers_of_a_vm_are_in_its_metadata(runtime: str, metadata: dict[str, str]) -> None:
+    hw = HwConfig(num_hosts=4, device="tpu", runtime=runtime)
     with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(404 Client Error"):
-        _place(HwConfig(num_hosts=4, device="tpu"))
+        _place(hw)
     metadata["tpu-env"] = "ACCELERATOR_TYPE: 'v6e-16'\nWORKER_ID: '3'\n"
+    metadata["agent-worker-number"] = "3"
     metadata["worker-network-endpoints"] = ",".join(f"unknown:unknown:10.164.0.{n}" for n in (7, 5, 9, 6))
-    assert _place(HwConfig(num_hosts=4, device="tpu")) == Place(3, "10.164.0.7")
+    assert _place(hw) == Place(3, "10.164.0.7")
 
 
 WHOLE = """

@@ -4,7 +4,11 @@ These run in the environment of launch/requirements-torchtpu.lock: `pytest -m to
 """
 
 import json
+import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -296,6 +300,63 @@ def test_several_devices_train_as_one_in_plain_torch(words: tuple[str, ...], tmp
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
         assert ours[name] == pytest.approx(value, rel=1e-5), name
+
+
+STRUCK = '''
+import os, signal
+from tpu_experiments.training.trainer import Trainer
+
+
+class Struck(Trainer):
+    """Kills the second host behind step 5, if it is told to."""
+
+    def between_steps(self, stage, *, last):
+        if os.environ.get("STRIKE") and self.runtime.rank == 1 and self.progress.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().between_steps(stage, last=last)
+'''
+SLICE = (
+    "debug=smoke", "model=tiny", "data=[sample_text]", "lora=none", "sharding=fsdp", "hw.num_devices=4",
+    "hw.parallel=spmd", "trainer.max_stage_steps=6", "trainer.log_every_steps=1", "trainer.eval_every_steps=6",
+    "checkpoint.every_steps=2",
+    "hw.runtime=torchtpu", "plugins=[struck]", "trainer._target_=struck.Struck", "name=run",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_hosts_killed_and_resumed_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with two devices each, over which XLA splits all weights; and one host goes on with their run."""
+    (tmp_path / "struck.py").write_text(STRUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def on_two_hosts(folder: Path, **more: str) -> list[int]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2", **more}
+        command = [sys.executable, "run.py", *SLICE, "hw.num_hosts=2", f"output_dir={folder}"]
+        started = [
+            subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)
+        ]
+        return [host.wait(timeout=600) for host in started]
+
+    together, alone, elastic = tmp_path / "together", tmp_path / "alone", tmp_path / "elastic"
+    assert on_two_hosts(together, STRIKE="1") == [1, -signal.SIGKILL]
+    last = together / "run" / "checkpoints" / "step_00000004"
+    files = {path.name for path in last.glob("*.safetensors")}
+    assert files == {
+        f"host-0{rank}-of-02.{kind}.safetensors" for rank in (0, 1) for kind in ("optimizer", "parameters")
+    }
+    shutil.copytree(together, elastic)
+    assert on_two_hosts(together) == [0, 0]
+    for folder in (alone, elastic):
+        done = run(folder, *SLICE)
+        assert done.returncode == 0, done.stderr[-3000:]
+    expected = records_of(alone / "run")
+    for folder in (together, elastic):
+        found = records_of(folder / "run")
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-4), name
 
 
 def test_values_come_from_programs_alone() -> None:

@@ -104,10 +104,10 @@ def _hosts(config: Config) -> list[str]:
             f"hw.num_hosts={hw.num_hosts} with hw.num_devices={hw.num_devices}; every host has as many devices; choose "
             "a multiple."
         )
-    if hw.runtime != "xla" or hw.parallel != "spmd":
+    if hw.runtime == "eager" or hw.parallel != "spmd":
         problems.append(
             f"hw.num_hosts={hw.num_hosts} with hw.runtime={hw.runtime} hw.parallel={hw.parallel}; several hosts are "
-            "one process each; use hw.runtime=xla hw.parallel=spmd."
+            "one process each; use hw.runtime=xla or torchtpu with hw.parallel=spmd."
         )
     if config.task.name in NEED_ONE_HOST:
         problems.append(

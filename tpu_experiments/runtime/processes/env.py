@@ -89,7 +89,7 @@ def variables(hw: HwConfig) -> dict[str, str]:
     if hw.runtime == "torchtpu":
         values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
         if hw.device == "cpu" and hw.parallel == "spmd":
-            values["JAX_NUM_CPU_DEVICES"] = str(hw.num_devices)
+            values["JAX_NUM_CPU_DEVICES"] = str(hw.num_devices // hw.num_hosts)
     return values | hw.env
 
 

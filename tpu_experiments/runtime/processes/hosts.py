@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import requests
 import torch
 import torch.distributed as dist
 
@@ -159,9 +160,16 @@ class Hosts:
     """Collectives over the hosts of a run; every host must call each method, in the same order."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, *, watch: HostWatch | None = None, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        first: str = "127.0.0.1",
+        watch: HostWatch | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self._watch, self._group = rank, size, watch, group
+        """Take the address of the first host, and the connections to the others."""
+        self.rank, self.size, self.first, self._watch, self._group = rank, size, first, watch, group
 
     def for_thread(self) -> "Hosts":
         """Return the same hosts with connections of their own, for another thread; a collective.
@@ -171,7 +179,7 @@ class Hosts:
         if self.size == 1:
             return self
         group = dist.new_group(timeout=timedelta(seconds=ANSWER_SECONDS), backend="gloo")
-        return Hosts(self.rank, self.size, watch=self._watch, group=group)
+        return Hosts(self.rank, self.size, first=self.first, watch=self._watch, group=group)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any host."""
@@ -263,7 +271,7 @@ def rendezvous(hw: HwConfig, *, seconds: float = MEET_SECONDS, lost_seconds: flo
             "the next of the first (the default network of a project lets them)."
         ) from error
     atexit.register(dist.destroy_process_group)  # else gloo's threads may abort the process at its end
-    _joined = Hosts(place.rank, hw.num_hosts, watch=watch)
+    _joined = Hosts(place.rank, hw.num_hosts, first=place.address, watch=watch)
     return _joined
 
 
@@ -292,7 +300,7 @@ def _place(hw: HwConfig) -> Place:
     """
     try:
         size, place = _place_from_torchrun(hw) if "MASTER_ADDR" in os.environ else _place_from_slice(hw)
-    except (OSError, KeyError, ValueError) as error:  # requests' errors are OSErrors
+    except (OSError, KeyError, IndexError, ValueError) as error:  # requests' errors are OSErrors
         raise ConfigError(
             f"hw.num_hosts={hw.num_hosts} with hw.device={hw.device}; the rank of this host is unknown "
             f"({_first_line(error)}); set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does."
@@ -318,10 +326,34 @@ def _place_from_torchrun(hw: HwConfig) -> tuple[int, Place]:
 def _place_from_slice(hw: HwConfig) -> tuple[int, Place]:
     if hw.device != "tpu":
         raise ValueError("it is no worker of a slice")
-    from tpu_experiments.runtime.xla.device import workers
+    if hw.runtime == "xla":
+        from tpu_experiments.runtime.xla.device import workers as workers_of_xla
 
-    rank, addresses = workers()
+        rank, addresses = workers_of_xla()
+    else:
+        rank, addresses = workers()
     return len(addresses), Place(rank, addresses[0])
+
+
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
+
+
+def workers() -> tuple[int, list[str]]:
+    """Return the index of this worker of a slice and the addresses of all by index, without torch_xla.
+
+    On GKE they are in TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, on a TPU VM in its metadata (as jax reads them:
+    jax/_src/clusters/cloud_tpu_cluster.py).
+    """
+    if "TPU_WORKER_HOSTNAMES" in os.environ:
+        return int(os.environ["TPU_WORKER_ID"]), os.environ["TPU_WORKER_HOSTNAMES"].split(",")
+
+    def told(key: str) -> str:
+        answer = requests.get(f"{METADATA}/{key}", headers={"Metadata-Flavor": "Google"}, timeout=10)
+        answer.raise_for_status()
+        return answer.text
+
+    endpoints = told("worker-network-endpoints").split(",")  # name:uid:address,name:uid:address,...
+    return int(told("agent-worker-number")), [endpoint.split(":")[2] for endpoint in endpoints]
 
 
 def _first_line(error: Exception) -> str:

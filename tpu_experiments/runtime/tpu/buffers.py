@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tpu_experiments.runtime.boxes import Box
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
@@ -65,7 +68,7 @@ BUFFERS = Buffers()
 
 
 def array_of(tensor: Tensor, *, device: Any) -> Any:
-    """Copy a host tensor to a device of jax."""
+    """Copy a host tensor, the same on all hosts, to a device of jax or to those of a sharding."""
     import jax
     import ml_dtypes
 
@@ -73,12 +76,42 @@ def array_of(tensor: Tensor, *, device: Any) -> Any:
     is_bfloat16 = host.dtype == torch.bfloat16
     values = host.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else host.numpy()
     # A copy: on the CPU jax would take the tensor's own memory, which a donation gives away.
-    return jax.device_put(np.array(values), device)
+    copy = np.array(values)
+    if getattr(device, "is_fully_addressable", True):
+        return jax.device_put(copy, device)
+    return jax.make_array_from_callback(copy.shape, device, lambda index: copy[index])  # this host's devices alone
 
 
 def fetched(tensor: Tensor) -> Tensor:
-    """Return a host copy of a tensor that stands for an array; waits for the device."""
-    values = np.array(BUFFERS[tensor])
-    is_bfloat16 = str(values.dtype) == "bfloat16"  # numpy has no such type
-    host = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(values)
+    """Return a host copy of a tensor that stands for an array; waits for the device.
+
+    Raises:
+        RuntimeError: a part of it is on other hosts alone.
+    """
+    array = BUFFERS[tensor]
+    if array.is_fully_addressable:
+        host = torch_of(np.array(array))
+    else:
+        parts = parts_of(tensor)
+        if sum(box.num_elements for box in parts) != array.size:
+            raise RuntimeError(f"this host holds only {len(parts)} boxes of a tensor of shape {array.shape}")
+        host = torch.empty(array.shape, dtype=tensor.dtype)
+        for box, part in parts.items():
+            host[box.slices] = torch_of(np.array(part))
     return host.reshape(-1).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
+
+
+def parts_of(tensor: Tensor) -> dict[Box, Any]:
+    """Return the parts of a tensor that this host's devices hold, each once, in order, by their boxes."""
+    array, found = BUFFERS[tensor], dict[Box, Any]()
+    for shard in array.addressable_shards:
+        sides = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)]
+        found.setdefault(Box(tuple(start for start, _ in sides), tuple(stop for _, stop in sides)), shard.data)
+    return dict(sorted(found.items()))
+
+
+def torch_of(values: NDArray[Any]) -> Tensor:
+    """Return a host tensor over the memory of an array of numpy, which has no bfloat16 of its own."""
+    if str(values.dtype) == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Generic
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,9 +43,9 @@ from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
 from tpu_experiments.runtime.ops import Folding
-from tpu_experiments.runtime.processes.hosts import Hosts
+from tpu_experiments.runtime.processes.hosts import joined
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
-from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched
+from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched, parts_of, torch_of
 from tpu_experiments.runtime.tpu.collectives import folding_over, sum_over_chips
 from tpu_experiments.runtime.tpu.compiling import Layout, cache_in, executable_of
 from tpu_experiments.runtime.tpu.tracing import Target, function_of, load, stablehlo_of
@@ -68,10 +69,10 @@ class TorchTpuRuntime:
     ) -> None:
         import jax
 
-        distributed = dist.is_initialized()
+        distributed, self.hosts = dist.is_initialized(), joined()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         if self.world_size > 1:
-            jax.distributed.initialize(f"127.0.0.1:{agreed_port()}", self.world_size, self.rank)
+            jax.distributed.initialize(f"{self.hosts.first}:{agreed_port()}", self.world_size, self.rank)
         self.chip = jax.local_devices(backend=hw.device)[0]
         self.mesh = mesh_of(hw, sharding)
         self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
@@ -85,8 +86,7 @@ class TorchTpuRuntime:
         self.cache = None if compile_cache is None else cache_in(compile_cache)
         load()
         self.device = torch.device("meta")
-        self.share = self.rank, self.world_size
-        self.hosts = Hosts()
+        self.share = (0, 1) if hw.parallel == "spmd" else (self.rank, self.world_size)
         self.num_devices = hw.num_devices
         self.target = Target.of(hw, mesh=self.mesh)
         folding = folding_over(self.mesh, self.table, device=hw.device)
@@ -110,9 +110,12 @@ class TorchTpuRuntime:
         return self.place(torch.zeros(shape, dtype=dtype), name=name)
 
     def boxes(self, tensor: Tensor) -> list[Box]:
-        return [Box.whole(tensor.shape)]
+        return [Box.whole(tensor.shape)] if self.hosts.size == 1 else list(parts_of(tensor.detach()))
 
     def copy_boxes(self, tensor: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
+        if self.hosts.size > 1:
+            parts = parts_of(tensor.detach())
+            return [torch_of(np.array(parts[box])) for box in boxes]
         whole = fetched(tensor.detach())
         return [whole[box.slices].contiguous() for box in boxes]
 
@@ -136,11 +139,11 @@ class TorchTpuRuntime:
         self.expected |= shapes
 
     def sum_over_processes(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors if self.world_size == 1 else sum_over_chips(tensors)
+        return tensors if self.share[1] == 1 else sum_over_chips(tensors)
 
     def any_process(self, flag: bool) -> bool:
-        if self.world_size == 1:
-            return flag
+        if self.share[1] == 1:
+            return self.hosts.any(flag)
         votes = torch.tensor([float(flag)])
         dist.all_reduce(votes)
         return bool(votes.item() > 0)
