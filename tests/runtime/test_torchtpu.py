@@ -264,7 +264,7 @@ def test_int8_times_int8_trains_as_in_plain_torch(tmp_path: Path) -> None:
     assert ours.keys() == plain.keys()
     for (step, name), value in plain.items():
         if "loss" in name or "norm" in name:  # an input between two integers falls on either side of a half
-            assert ours[step, name] == pytest.approx(value, rel=2e-3), (step, name)
+            assert ours[step, name] == pytest.approx(value, rel=1e-3 if "loss" in name else 1e-2), (step, name)
 
 
 @pytest.mark.slow
