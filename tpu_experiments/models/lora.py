@@ -127,6 +127,7 @@ class LoraLinear(nn.Module):
         wide = self.out_features >= TOGETHER_OUTPUTS * self.in_features
         many = math.prod(x.shape[:-1]) >= TOGETHER_TOKENS * self.in_features * self.row_shards
         plain = self.format is None and not self.is_transposed and self.lora_B.ndim == 2
+        plain = plain and not self.input_heads and not self.output_heads
         return plain and wide and many and x.device.type in XLA_DEVICES
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
