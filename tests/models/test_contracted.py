@@ -152,4 +152,4 @@ def test_they_are_one_product_where_tokens_and_outputs_are_many(
     assert layer._is_one_product(torch.empty(1, tokens, features, device="meta")) == is_one
     assert not layer._is_one_product(torch.empty(1, tokens, features)), "of a program that XLA does not compile"
     layer.output_heads = 2
-    assert not layer._is_one_product(torch.empty(1, tokens, features, device="meta")), "heads have a product of their own"
+    assert not layer._is_one_product(torch.empty(1, tokens, features, device="meta")), "heads have their own"
