@@ -95,11 +95,11 @@ def lowered_product(name: str, arguments: tuple[Any, ...]) -> Tensor:
     """Return the result of one of `PRODUCTS` on TorchTPU's placeholders."""
     a, b, *dims = arguments
     of_a, of_b = dims if name == CONTRACTION else ((1,), (dims[0],))
-    dtype = "int32" if name == INT8_PRODUCT else str(a.dtype).removeprefix("torch.")
-    shape = shape_of(a.shape, b.shape, of_a, of_b)
     kind = str(a.dtype).removeprefix("torch.")
-    text = _text_of_product((tuple(a.shape), tuple(b.shape)), (tuple(of_a), tuple(of_b)), kind, dtype)
-    (made,) = spliced(text, inputs=[a, b], results=((shape, dtype),))
+    dtype = "int32" if name == INT8_PRODUCT else kind
+    operands, of = (tuple(a.shape), tuple(b.shape)), (tuple(of_a), tuple(of_b))
+    text = _text_of_product(operands, of, kind, dtype)
+    (made,) = spliced(text, inputs=[a, b], results=((shape_of(*operands, *of), dtype),))
     return made
 
 
