@@ -163,6 +163,22 @@ def test_saved_projections_are_read_behind_a_barrier(gradients_of, model, remat,
     assert not num or set(found) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
 
 
+def test_adapters_of_folded_layers_multiply_rows_and_tokens_as_they_are(gradients_of):
+    """And scale A, not the product: either decides what XLA computes again, and what it writes."""
+    ours = gradients_of("mistral7b", "lora=all_linear_r8", "lora.alpha=24")
+    agree(ours, gradients_of("mistral7b", "lora=all_linear_r8", "lora.alpha=24", eager=True))
+    (graph,) = ours[2].model.module.model.layers.graphs.values()
+    ranks = {8, 16, 24}  # of one adapter, of two and of three that read one tensor
+    for part in (graph.forward, graph.backward):
+        values = [(node.target, node.meta.get("val")) for node in part.graph.nodes]
+        found = [(target, *value.shape) for target, value in values if isinstance(value, torch.Tensor)]
+        small = [target for target, *shape in found if len(shape) > 1 and {shape[0], shape[-1]} & ranks]
+        assert torch.ops.aten.mm.default not in small
+        assert any(target is torch.ops.tpu_experiments.contraction.default for target in small)
+        of_tokens = [target for target, *shape in found if len(shape) == 3 and shape[-1] in ranks]
+        assert torch.ops.aten.mul.Tensor not in of_tokens
+
+
 @pytest.mark.parametrize(
     ("model", "stack", "lora"),
     [

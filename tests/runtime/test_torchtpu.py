@@ -238,6 +238,7 @@ def records_of(folder: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # three runs; 508 s beside compilations
 def test_a_run_trains_as_in_plain_torch(tmp_path: Path) -> None:
     kept = f"hw.compile_cache={tmp_path / 'programs'}"
     for runtime in ("eager", "torchtpu"):

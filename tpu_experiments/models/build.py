@@ -205,10 +205,11 @@ def build_model(
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
+    chosen = source.model
     for part in module.modules():
         if isinstance(part, LoraLinear):
             part.row_shards = folding.row_shards if folding is not None else 1
-    chosen = source.model
+            part.is_looped = folding is not None and chosen.stack == "scanned"
     if folding is not None:
         read_heads_apart(module)
     if chosen.attention == "flash" and has_attention_kernel():

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
-from tpu_experiments.models.contracted import into_heads, out_of_heads, together
+from tpu_experiments.models.contracted import contracted, into_heads, out_of_heads, together
 from tpu_experiments.models.dora import row_norms, with_length
 from tpu_experiments.models.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.float32_gradients import product
@@ -53,6 +53,8 @@ class LoraLinear(nn.Module):
     """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
     input_heads = output_heads = 0
     """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
+    is_looped = False
+    """Whether the layer is computed in a loop over stacked layers."""
     row_shards = 1
     """Parts that the rows of a batch are split into inside one program."""
 
@@ -133,7 +135,7 @@ class LoraLinear(nn.Module):
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply (..., in) by (out, in); by packed weights (K, out, in), each adapter's rows by its own."""
         if weight.ndim == 2:
-            return product(x, weight)
+            return contracted(x, weight) if self.is_looped else product(x, weight)
         return by_adapter(x, weight, num_shards=self.row_shards)
 
     def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
@@ -165,9 +167,9 @@ class LoraLinear(nn.Module):
 
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
-        # Scaling here costs r multiplications per token, not one per feature, forward and backward.
-        kept = self._dropped(x)
-        return named((out_of_heads(kept, a) if self.input_heads else self._product(kept, a)) * self.scale, LOW)
+        # A factor of the product is one more operation in a bf16 program, and decides what XLA fuses with the product.
+        kept, scaled = self._dropped(x), a * self.scale
+        return named(out_of_heads(kept, scaled) if self.input_heads else self._product(kept, scaled), LOW)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Apply dropout with a mask derived from the row's random word.
