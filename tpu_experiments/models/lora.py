@@ -167,7 +167,7 @@ class LoraLinear(nn.Module):
 
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
-        # A factor of the product is one more operation in a bf16 program, and decides what XLA fuses with the product.
+        # A is scaled, not the product, which XLA fuses otherwise where a factor other than 1 follows (contracted.py).
         kept, scaled = self._dropped(x), a * self.scale
         return named(out_of_heads(kept, scaled) if self.input_heads else self._product(kept, scaled), LOW)
 
