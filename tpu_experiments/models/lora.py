@@ -54,7 +54,7 @@ class LoraLinear(nn.Module):
     input_heads = output_heads = 0
     """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
     is_looped = False
-    """Whether the layer is computed in a loop over stacked layers."""
+    """Whether equal layers are computed in a loop over their stacked weights (`model.stack=scanned`)."""
     row_shards = 1
     """Parts that the rows of a batch are split into inside one program."""
 
