@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_experiments.models import lora
-from tpu_experiments.models.contracted import LinearOfHeads, into_heads, out_of_heads, together
+from tpu_experiments.models.contracted import LinearOfHeads, contracted, into_heads, out_of_heads, together
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.lora import LoraLinear
 
@@ -47,16 +47,16 @@ CASES: dict[str, tuple[list[Tensor], list[int], Callable[..., Tensor], Callable[
         out_of_heads,
         lambda x, weight, bias: F.linear(x.flatten(2), weight, bias),
     ),
+    "with rows and tokens as they are": (
+        [random(ROWS, TOKENS, FEATURES), random(WIDTH, FEATURES)],
+        [0, 1],
+        contracted,
+        F.linear,
+    ),
     "together": (
         [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
         [0, 1, 3],
-        lambda *tensors: together(*tensors, outputs=(WIDTH,)),
-        lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
-    ),
-    "together into heads": (
-        [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
-        [0, 1, 3],
-        lambda *tensors: together(*tensors, outputs=(HEADS, HEAD_DIM)),
+        together,
         lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
     ),
 }
@@ -76,10 +76,10 @@ def test_it_is_the_linear_layer(case: str, device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_bf16_gradients_of_weights_are_summed_in_float32(case: str) -> None:
-    tensors, _, ours, plain = CASES[case]
-    own = [3] if case.startswith("together") else [1, 2]
+    tensors, of, ours, plain = CASES[case]
+    own = [3] if case == "together" else [number for number in of if number]
     rounded = [t if number in own else t.bfloat16() for number, t in enumerate(tensors)]
-    if case.startswith("together"):
+    if case == "together":
         rounded[2] = rounded[2].bfloat16()
     given = outcome(ours, rounded, torch.device("cpu"), of=own)
     exact = outcome(plain, [t.float() for t in rounded], torch.device("cpu"), of=own)
@@ -120,7 +120,7 @@ def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
     layer.lora_A.data, layer.lora_B.data = random(RANK, FEATURES), random(WIDTH, RANK)
     layer = layer.to("xla")
     calls: list[int] = []
-    monkeypatch.setattr(lora, "together", lambda *args, **how: calls.append(1) or together(*args, **how))
+    monkeypatch.setattr(lora, "together", lambda *args: calls.append(1) or together(*args))
     found = []
     for tokens in (1, 10**9):
         monkeypatch.setattr(lora, "TOGETHER_OUTPUTS", 1)

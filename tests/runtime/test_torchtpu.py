@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.config.composing import composed
+from tests.config.composing import composed, composed_as_typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.kernels.integers import int8_product
@@ -31,9 +31,12 @@ from tpu_experiments.runtime.ops import Folding, Loop, python_loop
 if find_spec("torch_tpu") is None:
     pytest.skip("needs torch_tpu, in an environment of its own (launch/README.md)", allow_module_level=True)
 
+import jax
+
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.lowered import Argument, Lowered
 from tpu_experiments.runtime.ops import host_copy, on_host
+from tpu_experiments.runtime.tpu import planned
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers, array_of
 from tpu_experiments.runtime.tpu.compiling import Layout, _compiled
 from tpu_experiments.runtime.tpu.device import TorchTpuRuntime
@@ -517,3 +520,43 @@ def test_sums_over_several_dimensions_are_those_of_plain_torch(dtype: torch.dtyp
     assert {tensor.dtype for tensor in found} == {dtype}
     for ours, plain in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.float(), plain, rtol=0.0 if dtype == torch.float32 else 1e-2, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "machine",
+    [("hw=v6e1", "lora.dropout=0.1", "sample.temperature=0.5"), ("hw=v6e8", "sharding=fsdp", "lora=none")],
+    ids=["one chip", "eight chips, all weights split and trained"],
+)
+def test_a_run_on_a_tpu_finds_what_its_plan_compiled(machine: tuple[str, ...], tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    rows = ("data=sample_text", "trainer.seq_len=256", "trainer.micro_batch_rows=1", "trainer.global_batch_rows=8")
+    words = ("model=mistral7b", "model.size=tiny", "model.init=random", "hw.runtime=torchtpu", *rows, *machine)
+    planning = run(tmp_path, "task=plan", f"hw.compile_cache={programs}", "name=x", *words)
+    assert planning.returncode == 0, planning.stderr[-3000:]
+    assert "programs: 3 of 3 compiled for the run" in planning.stdout
+    command = [sys.executable, "-m", "tests.runtime.asked_programs", str(programs), *words]
+    asked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert asked.returncode == 0, asked.stderr[-3000:]
+    assert asked.stdout.splitlines()[-3:] == ["train: planned", "evaluate: planned", "sample: planned"]
+
+
+def test_a_run_loads_the_programs_of_its_plan(tmp_path: Path) -> None:
+    """A CPU's programs, which task=plan does not compile, compiled here in its place."""
+    words = ("debug=smoke", "hw.runtime=torchtpu", "lora.dropout=0.1")
+    config = composed_as_typed(*words)
+    (chip,) = jax.devices("cpu")[:1]
+    for number, program in enumerate(programs.trace_run(config, which="all").programs):
+        aliases = {n: argument.alias for n, argument in enumerate(program.arguments) if argument.alias is not None}
+        text = program.module.decode()
+        made = _compiled(text, aliases=aliases, devices=[chip])
+        place = tmp_path / "compiled" / str(number)
+        place.mkdir(parents=True)
+        facts = planned.facts_of(text, aliases=aliases, shardings=None, replicas=1, devices=[chip])
+        planned.write(place, facts=facts, executable=chip.client.serialize_executable(made))
+        planned.keep(place, folder=tmp_path / "programs")
+    done = run(tmp_path, *words, f"hw.compile_cache={tmp_path / 'programs'}", "name=loads")
+    assert "0 compiled, 0 after warm-up; of the compile cache 4 hits, 0 misses" in done.stdout, done.stderr[-3000:]
+    again = run(tmp_path, *words, "name=compiles")
+    assert "4 compiled, 0 after warm-up" in again.stdout, again.stderr[-3000:]
+    assert records_of(tmp_path / "loads") == records_of(tmp_path / "compiles")

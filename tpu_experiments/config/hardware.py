@@ -119,9 +119,10 @@ class HwConfig:
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
     compile_cache: str = place("local", default="auto")
-    """Local folder of compiled programs, which the next start loads. `none` keeps none. `auto` keeps those that
-    runtime=torchtpu compiles for a TPU, in ~/.cache, and none of xla: torch_xla 2.9.0 can write them and read none
-    back, on a CPU or a TPU (github.com/pytorch/xla/issues/9094); there a folder is for a torch_xla that can."""
+    """Local folder of compiled programs, which the next start loads; by torchtpu, task=plan fills it for the first.
+    `none` keeps none. `auto` keeps those that runtime=torchtpu compiles for a TPU, in ~/.cache, and none of xla:
+    torch_xla 2.9.0 can write them and read none back, on a CPU or a TPU (github.com/pytorch/xla/issues/9094); there a
+    folder is for a torch_xla that can."""
     attention_block: int = number(default=1024, at_least=128)
     """Largest block of queries and of keys in the attention kernel, in tokens; a multiple of 128 that fits into the
     chip's VMEM. Shorter rows are one block."""

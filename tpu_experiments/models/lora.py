@@ -53,8 +53,6 @@ class LoraLinear(nn.Module):
     """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
     input_heads = output_heads = 0
     """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
-    is_looped = False
-    """Whether equal layers are computed in a loop over their stacked weights (`model.stack=scanned`)."""
     row_shards = 1
     """Parts that the rows of a batch are split into inside one program."""
 
@@ -99,7 +97,7 @@ class LoraLinear(nn.Module):
         if self.lora_magnitude_vector is not None:
             return self._with_length(x, low, self.lora_magnitude_vector)
         if self._is_one_product(x):
-            out = together(x, low, self.weight, self.lora_B, outputs=(self.out_features,))
+            out = together(x, low, self.weight, self.lora_B)
             return out if self.bias is None else out + self.bias
         if self.output_heads:
             return named(self._into_heads(x, low), self.leaf).flatten(-2)
@@ -135,7 +133,7 @@ class LoraLinear(nn.Module):
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply (..., in) by (out, in); by packed weights (K, out, in), each adapter's rows by its own."""
         if weight.ndim == 2:
-            return contracted(x, weight) if self.is_looped else product(x, weight)
+            return contracted(x, weight) if x.device.type in XLA_DEVICES else product(x, weight)
         return by_adapter(x, weight, num_shards=self.row_shards)
 
     def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:

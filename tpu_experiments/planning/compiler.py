@@ -28,6 +28,7 @@ from typing import Any
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.patches import mosaic_for_libtpu
 from tpu_experiments.runtime.stablehlo import annotated
+from tpu_experiments.runtime.tpu import planned
 
 TAKES_MODULE = (0, 12)
 """First jax known whose client compiles a module and no bytes of one; 0.7.1 is the other way about."""
@@ -72,8 +73,10 @@ def main(folder: Path) -> None:
         answer["stage"] = "program"
         is_text = (folder / TEXT).exists()
         text = (folder / TEXT).read_bytes() if is_text else _stablehlo_of(request, (folder / PROGRAM).read_bytes())
-        executable = _compiled(request, text, topology=topology)
+        executable, facts = _compiled(request, text, topology=topology)
         answer["memory"] = asdict(_memory(executable))
+        if request.get("form") == "stablehlo":  # TorchTPU's: a run can load it
+            planned.write(folder, facts=facts, executable=executable.serialize())
         (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
     except Exception as error:  # jaxlib raises one type for all errors of the compiler
         answer["error"] = f"{type(error).__name__}: {error}"
@@ -158,7 +161,8 @@ def _stablehlo_of(request: dict[str, Any], program: bytes) -> bytes:
     return text.encode()
 
 
-def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> Any:
+def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> tuple[Any, planned.Facts]:
+    """Return the compiled program, and all that it depends on."""
     import jax
     import numpy as np
     from jax._src import compiler
@@ -176,19 +180,16 @@ def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> Any:
     )
     options.executable_build_options.use_spmd_partitioning = partitions > 1
     options.executable_build_options.use_shardy_partitioner = False
-    devices = xla_client.DeviceList(tuple(topology.devices[:count]))
-    client = topology.devices[0].client
-    with mlir.make_ir_context(), mosaic_for_libtpu():
-        module = _annotated(text, request["arguments"], mesh=mesh)
-        is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= TAKES_MODULE
-        return client.compile(module if is_new else bytes(mlir.module_to_bytecode(module)), devices, options)
-
-
-def _annotated(text: bytes, arguments: list[dict[str, Any]], *, mesh: Mesh) -> Any:
-    """Return the module of StableHLO with the shardings and aliases of a request's arguments."""
-    shardings = [mesh.sharding_text(argument["axes"]) for argument in arguments] if mesh.num_devices > 1 else None
+    devices, client = topology.devices[:count], topology.devices[0].client
+    arguments, is_run = request["arguments"], request.get("form") == "stablehlo"
+    shardings = [mesh.sharding_text(argument["axes"]) for argument in arguments] if partitions > 1 else None
     aliases = {number: each["alias"] for number, each in enumerate(arguments) if each["alias"] is not None}
-    return annotated(text, aliases=aliases, shardings=shardings)
+    with mlir.make_ir_context(), mosaic_for_libtpu():
+        module = annotated(text, aliases=aliases, shardings=shardings, has_whole_results=is_run)
+        is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= TAKES_MODULE
+        given = module if is_new else bytes(mlir.module_to_bytecode(module))
+        made = client.compile(given, xla_client.DeviceList(tuple(devices)), options)
+    return made, planned.facts_of(text, aliases=aliases, shardings=shardings, replicas=replicas, devices=devices)
 
 
 def _memory(executable: Any) -> Memory:

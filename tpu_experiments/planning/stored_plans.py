@@ -170,6 +170,11 @@ def known_plan(config: Config, arch: Any) -> SavedPlan | None:
     return min(found, key=lambda plan: plan.file != own, default=None)
 
 
+def compiled_folder(settings: PlanTaskConfig, *, output_dir: str) -> str:
+    """Return the absolute folder of compilations, below `output_dir` where none is named."""
+    return paths.absolute(settings.compiled_folder or paths.join(output_dir, PLANS, COMPILED))
+
+
 def plan_folders(output_dir: str) -> list[str]:
     """Return `<output_dir>/plans` and the plan folders of its sweeps.
 

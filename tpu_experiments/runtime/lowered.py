@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
-from tpu_experiments.runtime.base import Counters, Held, Program
+from tpu_experiments.runtime.base import Batch, Counters, Held, OnOutput, Out
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 
 BATCH = "batch/"
@@ -57,6 +57,18 @@ class Lowered:
         return self.mesh.num_devices
 
 
+@dataclass(frozen=True)
+class PlannedProgram(Generic[Out]):
+    """A program of the run as `Runtime.program` was asked for it; a call runs its function."""
+
+    function: Callable[[Batch], Out]
+    name: str
+    held: Held
+
+    def __call__(self, batch: Batch, *, on_output: OnOutput | None = None) -> Out:
+        return self.function(batch)
+
+
 class DevicelessRuntime:
     """What the `Runtime`s have in common whose programs are lowered instead of run.
 
@@ -85,8 +97,8 @@ class DevicelessRuntime:
     def feed(self, batches: Any, *, rows_dim: int, settings: Any) -> Iterator[Iterator[Any]]:
         raise NotImplementedError("a plan has no data")
 
-    def program(self, function: Callable[[Mapping[str, Tensor]], Any], *, name: str, held: Held = dict) -> Program[Any]:
-        return function  # type: ignore[return-value]
+    def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> PlannedProgram[Out]:
+        return PlannedProgram(function, name, held)
 
     def any_process(self, flag: bool) -> bool:
         return flag

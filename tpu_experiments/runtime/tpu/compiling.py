@@ -3,27 +3,34 @@
 Beside runtime/stablehlo.py the only file of this backend that depends on jax's internals.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.config.model_schema import AXES
 from tpu_experiments.runtime.base import CompileCache
 from tpu_experiments.runtime.stablehlo import annotated
+from tpu_experiments.runtime.tpu import planned
 
+log = logging.getLogger(__name__)
 Run = Callable[[list[Any]], list[Any]]
 """Maps the arrays of a program's arguments to those of its results."""
 
 
-def executable_of(text: str, *, aliases: Mapping[int, int], devices: Sequence[Any]) -> Run:
+def executable_of(
+    text: str, *, aliases: Mapping[int, int], devices: Sequence[Any], cache: CompileCache | None = None
+) -> Run:
     """Compile a module for devices of jax, each of which runs it; return what runs it on this process's device.
 
     Args:
         aliases: number of the result that takes an argument's buffer, by the argument's number.
         devices: those of all processes, one each; every one runs the program of its process.
+        cache: may have the program from a plan.
     """
-    program = _compiled(text, aliases=aliases, devices=devices)
+    program = _compiled(text, aliases=aliases, devices=devices, cache=cache)
 
     def run(arrays: list[Any]) -> list[Any]:
         found = program.execute_sharded(arrays).disassemble_into_single_device_arrays()
@@ -49,14 +56,20 @@ class Layout:
 
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*self.mesh.named(axes)))
 
-    def executable_of(self, text: str, *, aliases: Mapping[int, int], arrays: Sequence[Any]) -> Run:
-        """Compile a module for arguments that lie as these arrays do; results without an alias are whole everywhere."""
+    def executable_of(
+        self, text: str, *, aliases: Mapping[int, int], arrays: Sequence[Any], cache: CompileCache | None = None
+    ) -> Run:
+        """Compile a module for arguments that lie as these arrays do; results without an alias are whole everywhere.
+
+        Args:
+            cache: may have the program from a plan.
+        """
         import jax
 
         shardings = [array.sharding for array in arrays]
         axes = [(*array.sharding.spec, *(None for _ in array.shape))[: array.ndim] for array in arrays]
-        shown = [self.mesh.sharding_text(each) for each in axes]
-        program = _compiled(text, aliases=aliases, devices=self.devices, shardings=shown)
+        shown = [self.mesh.sharding_text(each) for each in axes] if len(self.devices) > 1 else None
+        program = _compiled(text, aliases=aliases, devices=self.devices, shardings=shown, cache=cache)
         of_result = {result: number for number, result in aliases.items()}
         shapes = [array.shape for array in arrays]
         whole = self.of(())
@@ -74,7 +87,12 @@ class Layout:
 
 
 def _compiled(
-    text: str, *, aliases: Mapping[int, int], devices: Sequence[Any], shardings: Sequence[str] | None = None
+    text: str,
+    *,
+    aliases: Mapping[int, int],
+    devices: Sequence[Any],
+    shardings: Sequence[str] | None = None,
+    cache: CompileCache | None = None,
 ) -> Any:
     """Compile a module that every device runs, or, with the arguments' shardings, one partitioned over the devices."""
     import numpy as np
@@ -82,20 +100,49 @@ def _compiled(
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
 
-    ids, client = np.array([device.id for device in devices]), devices[0].client
-    replicas, partitions = (len(devices), 1) if shardings is None else (1, len(devices))
+    client = devices[0].client
+    replicas = len(devices) if shardings is None else 1
+    options = options_of(devices, replicas=replicas)
+    chosen = xla_client.DeviceList(tuple(devices))
+    if cache is not None:
+        facts = planned.facts_of(text, aliases=aliases, shardings=shardings, replicas=replicas, devices=devices)
+        found = planned.read(Path(cache.folder), facts)
+        loaded = None if found is None else _loaded(found, client=client, devices=chosen, options=options)
+        if loaded is not None:
+            cache.hits += 1
+            return loaded
+    with mlir.make_ir_context():
+        module = annotated(text, aliases=aliases, shardings=shardings, has_whole_results=True)
+        return compiler.compile_or_get_cached(client, module, np.array(devices, dtype=object), options, [], chosen)
+
+
+def _loaded(serialised: bytes, *, client: Any, devices: Any, options: Any) -> Any:
+    """Return a planned program on this process's devices, as jax.experimental.serialize_executable loads one; or None.
+
+    A failure is no error: the program is compiled, as without a plan.
+    """
+    try:
+        return client.deserialize_executable(serialised, devices, options)
+    except Exception as error:  # jaxlib raises one type for all errors of the client
+        log.warning("a planned program cannot be loaded here, and is compiled: %s", str(error).splitlines()[0])
+        return None
+
+
+def options_of(devices: Sequence[Any], *, replicas: int) -> Any:
+    """Return the compiler's options for a program that is replicated, and partitioned over the other devices."""
+    import numpy as np
+    from jax._src import compiler
+
+    partitions = len(devices) // replicas
     options = compiler.get_compile_options(
         num_replicas=replicas,
         num_partitions=partitions,
-        device_assignment=ids.reshape(replicas, partitions),
-        backend=client,
+        device_assignment=np.array([device.id for device in devices]).reshape(replicas, partitions),
+        backend=devices[0].client,
     )
-    options.executable_build_options.use_spmd_partitioning = shardings is not None
+    options.executable_build_options.use_spmd_partitioning = partitions > 1
     options.executable_build_options.use_shardy_partitioner = False
-    with mlir.make_ir_context():
-        module = annotated(text, aliases=aliases, shardings=shardings, has_whole_results=True)
-        every, chosen = np.array(devices, dtype=object), xla_client.DeviceList(tuple(devices))
-        return compiler.compile_or_get_cached(client, module, every, options, [], chosen)
+    return options
 
 
 def cache_in(folder: str) -> CompileCache:

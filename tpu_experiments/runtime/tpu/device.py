@@ -48,7 +48,7 @@ from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, array_of, fetched, parts_of, torch_of
 from tpu_experiments.runtime.tpu.collectives import folding_over, sum_over_chips
 from tpu_experiments.runtime.tpu.compiling import Layout, cache_in, executable_of
-from tpu_experiments.runtime.tpu.tracing import Target, function_of, load, stablehlo_of
+from tpu_experiments.runtime.tpu.tracing import Target, by_role, function_of, load, stablehlo_of
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -244,7 +244,7 @@ class TorchTpuProgram(Generic[Out]):
 
     def _lowered(self, batch: Batch) -> tuple[str, list[tuple[str, Tensor]], list[int], Out]:
         """Return the program as StableHLO, its inputs, the numbers of those written, and its result without values."""
-        given = named(batch, held=self.held())
+        given = by_role(batch, held=self.held())
         outs: list[Any] = []
 
         def run(_: list[Tensor]) -> list[Tensor]:
@@ -266,9 +266,11 @@ class TorchTpuProgram(Generic[Out]):
         hits = 0 if self.runtime.cache is None else self.runtime.cache.hits
         layout = self.runtime.layout
         if layout is None:
-            run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips)
+            run_on_chip = executable_of(text, aliases=aliases, devices=self.runtime.chips, cache=self.runtime.cache)
         else:
-            run_on_chip = layout.executable_of(text, aliases=aliases, arrays=[BUFFERS[t] for _, t in inputs])
+            run_on_chip = layout.executable_of(
+                text, aliases=aliases, arrays=[BUFFERS[t] for _, t in inputs], cache=self.runtime.cache
+            )
         is_new = self.runtime.cache is None or self.runtime.cache.hits == hits
         self.runtime.count.num_compiles += is_new
         self.runtime.count.trace_seconds += traced - started
@@ -276,11 +278,6 @@ class TorchTpuProgram(Generic[Out]):
         # Tensors of this call are not kept, or their values would stay on the device.
         fixed = [(name, None if name else tensor) for name, tensor in inputs]
         return Compiled(run_on_chip, fixed, written, out, text=text)
-
-
-def named(batch: Batch, *, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a call by `held/<name>` and `batch/<name>`."""
-    return {**{f"held/{name}": t for name, t in held.items()}, **{f"batch/{name}": t for name, t in batch.items()}}
 
 
 class Compiled:
@@ -308,7 +305,7 @@ class Compiled:
 
     def run(self, batch: Batch, *, held: Mapping[str, Tensor]) -> Any:
         """Queue the program, and return its result."""
-        now = named(batch, held=held)
+        now = by_role(batch, held=held)
         tensors = [now[name] if fixed is None else fixed for name, fixed in self.inputs]
         BUFFERS.sweep()
         results = self.run_on_chip([BUFFERS[tensor] for tensor in tensors])

@@ -8,6 +8,7 @@ runtime/xla/tracing.py, and gives the same `Lowered`.
 import io
 import operator
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
+from tpu_experiments.runtime.base import flattened
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import (
     NAMES,
@@ -33,7 +35,15 @@ from tpu_experiments.runtime.kernels.on_torchtpu import (
     lowered_call,
     lowered_product,
 )
-from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, axes_of, kind_of
+from tpu_experiments.runtime.lowered import (
+    BATCH,
+    Argument,
+    DevicelessRuntime,
+    Lowered,
+    PlannedProgram,
+    axes_of,
+    kind_of,
+)
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.tpu.buffers import storage_of
@@ -79,6 +89,10 @@ class Target:
 ONE_CHIP = Target()
 
 
+TracedFunction = tuple[fx.GraphModule, list[tuple[str, Tensor]], dict[StorageWeakRef, int]]
+"""A graph, its inputs by name in order, and the numbers of the results that take inputs' buffers."""
+
+
 class TracingRuntime(DevicelessRuntime):
     """A `Runtime` without devices, whose programs are lowered by TorchTPU instead of run."""
 
@@ -87,7 +101,7 @@ class TracingRuntime(DevicelessRuntime):
         self.device = torch.device("meta")
         self.mesh = mesh_of(hw, sharding)
         self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
-        install_attention_kernel(LaterAttention())
+        install_attention_kernel(LaterAttention() if hw.device == "tpu" else None)
         self.target = Target.of(hw, mesh=self.mesh)
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1
@@ -113,18 +127,51 @@ class TracingRuntime(DevicelessRuntime):
         rows_dim: int,
         renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
         num_adapters: int = 1,
+        as_run: PlannedProgram[Any] | None = None,
     ) -> Lowered:
         """Lower `function` for host tensors like `batch`.
 
         Args:
             rows_dim: dimension of the batch that is split over the devices.
             renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
+            as_run: the run's own program, lowered in the place of `function`: its text is then the run's, which can
+                load what was compiled of it (planned.py).
 
         Raises:
             ConfigError: the program calls an operator of this package that is not lowered here yet.
         """
         started = time.perf_counter()
         sent = self.put(batch, rows_dim=rows_dim)
+        if as_run is None:
+            graph, read, aliases = self._traced(function, sent, renewed=renewed)
+        else:
+            graph, read, aliases = self._traced_as_run(as_run, sent)
+        text = stablehlo_of(graph, [tensor for _, tensor in read], target=self.target)
+        in_use = {storage_of(tensor) for _, tensor in read}
+        return Lowered(
+            name,
+            tuple(next(iter(batch.values())).shape),
+            module=text.encode(),
+            form="stablehlo",
+            arguments=tuple(
+                self._argument(key, t, rows_dim=rows_dim, alias=aliases.get(storage_of(t))) for key, t in read
+            ),
+            resident=tuple(
+                self._argument(key, t, rows_dim=rows_dim) for key, t in self.placed if storage_of(t) not in in_use
+            ),
+            mesh=self.mesh if self.table is not None else Mesh(),
+            num_replicas=self.share[1],
+            trace_seconds=time.perf_counter() - started,
+            num_adapters=num_adapters,
+        )
+
+    def _traced(
+        self,
+        function: Callable[[dict[str, Tensor]], Any],
+        sent: dict[str, Tensor],
+        *,
+        renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]],
+    ) -> TracedFunction:
         given = [*self.placed, *((BATCH + key, tensor) for key, tensor in sent.items())]
         aliases: dict[StorageWeakRef, int] = {}
 
@@ -140,31 +187,31 @@ class TracingRuntime(DevicelessRuntime):
         load()
         graph = make_fx(run, tracing_mode="real")([tensor for _, tensor in given])
         _refuse_draws(graph)
-        read = as_function_of(graph, given)
-        text = stablehlo_of(graph, [tensor for _, tensor in read], target=self.target)
-        return Lowered(
-            name,
-            tuple(next(iter(batch.values())).shape),
-            module=text.encode(),
-            form="stablehlo",
-            arguments=tuple(
-                self._argument(key, t, rows_dim=rows_dim, alias=aliases.get(storage_of(t))) for key, t in read
-            ),
-            resident=tuple(
-                self._argument(key, t, rows_dim=rows_dim)
-                for key, t in self.placed
-                if not any(t is other for _, other in read)
-            ),
-            mesh=self.mesh if self.table is not None else Mesh(),
-            num_replicas=self.share[1],
-            trace_seconds=time.perf_counter() - started,
-            num_adapters=num_adapters,
-        )
+        return graph, as_function_of(graph, given), aliases
+
+    def _traced_as_run(self, program: PlannedProgram[Any], sent: dict[str, Tensor]) -> TracedFunction:
+        """Trace as a run does (device.py), with the names of a plan."""
+        names = {storage_of(tensor): name for name, tensor in self.placed}
+
+        def run(_: list[Tensor]) -> list[Tensor]:
+            leaves, _build = flattened(program.function(sent))
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        load()
+        given = by_role(sent, held=program.held())
+        graph, inputs, written = function_of(run, given, known=lambda tensor: storage_of(tensor) in names)
+        aliases = {storage_of(inputs[number][1]): index for index, number in enumerate(written)}
+        return graph, [(names.get(storage_of(tensor), name), tensor) for name, tensor in inputs], aliases
 
     def _argument(self, name: str, tensor: Tensor, *, rows_dim: int, alias: int | None = None) -> Argument:
         shape = tuple(tensor.shape)
         axes = axes_of(name, shape, table=self.table, mesh=self.mesh, rows_dim=rows_dim)
         return Argument(name, shape, kind_of(tensor), axes, alias)
+
+
+def by_role(batch: Mapping[str, Tensor], *, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a call by `held/<name>` and `batch/<name>`, the batch's in the order of their names."""
+    return {**{f"held/{name}": t for name, t in held.items()}, **{BATCH + name: batch[name] for name in sorted(batch)}}
 
 
 def function_of(
@@ -348,7 +395,8 @@ def stablehlo_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Tar
     from torch_tpu._internal.compile import tpu_torch_compile
 
     text: str = tpu_torch_compile.serialize_mlir_text(module_of(graph, inputs, target=target))
-    return text
+    # Its own name is of the Python lines that called it, and a plan's would not be a run's.
+    return re.sub(r"\Amodule @\w+", "module @program", text)
 
 
 def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target) -> Any:

@@ -22,7 +22,15 @@ from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for
-from tpu_experiments.runtime.lowered import BATCH, Argument, DevicelessRuntime, Lowered, axes_of, kind_of
+from tpu_experiments.runtime.lowered import (
+    BATCH,
+    Argument,
+    DevicelessRuntime,
+    Lowered,
+    PlannedProgram,
+    axes_of,
+    kind_of,
+)
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.loop import folding_on
@@ -73,12 +81,14 @@ class TracingRuntime(DevicelessRuntime):
         rows_dim: int,
         renewed: Callable[[Any], Sequence[tuple[Tensor, Tensor]]] = lambda out: (),
         num_adapters: int = 1,
+        as_run: PlannedProgram[Any] | None = None,
     ) -> Lowered:
         """Lower `function` for host tensors like `batch`.
 
         Args:
             rows_dim: dimension of the batch that is split over the devices.
             renewed: maps the function's result to pairs (placeholder, new value) of everything that the run overwrites.
+            as_run: the run's own program. Nothing depends on it: torch_xla loads no compiled program.
         """
         started = time.perf_counter()
         sent = self.put(batch, rows_dim=rows_dim)

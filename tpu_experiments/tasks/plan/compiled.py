@@ -17,11 +17,10 @@ from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.plan import Plan, Program, plan_of
-from tpu_experiments.planning.stored_plans import COMPILED, PLANS
+from tpu_experiments.planning.stored_plans import compiled_folder
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.tuned import tuned_notes
 from tpu_experiments.runtime.lowered import Lowered
-from tpu_experiments.storage import paths
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
@@ -36,7 +35,7 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
             compiler's environment.
         which: `all` or `train`, the programs that are compiled.
     """
-    folder = paths.absolute(settings.compiled_folder or paths.join(configs[0].output_dir, PLANS, COMPILED))
+    folder = compiled_folder(settings, output_dir=configs[0].output_dir)
     traced: list[Traced | ConfigError] = []
     futures: dict[int, list[Future[Compiled]]] = {}
     with Compilers(settings.workers or usable_workers(), libtpu=settings.libtpu) as compilers:

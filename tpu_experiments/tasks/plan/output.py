@@ -1,17 +1,21 @@
 """Write and print a plan next to those of other machines."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import estimated_memory
 from tpu_experiments.planning.chart import plan_chart_svg
 from tpu_experiments.planning.compare import datasheet_comparison, saved_comparisons
 from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
 from tpu_experiments.planning.search import overlay_yaml
-from tpu_experiments.planning.stored_plans import PLAN_FILE, PLANS
+from tpu_experiments.planning.stored_plans import PLAN_FILE, PLANS, compiled_folder
+from tpu_experiments.runtime.processes.env import compile_cache_folder, tpu_present
+from tpu_experiments.runtime.tpu import planned
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.plan.formulas import arch_of
 
@@ -31,10 +35,31 @@ def publish(plan: Plan, *, config: Config) -> None:
     paths.write_text_atomic(paths.join(folder, PLAN_FILE), strict_json.dumps(plan_json(plan), indent=1) + "\n")
     print(plan_table(plan))
     print(f"plan: {folder}/plan.md")
+    kept = kept_programs(plan, config=config)
+    if kept:
+        print(kept)
     overlay = overlay_yaml(plan)
     if overlay:
         paths.write_text_atomic(paths.join(folder, "best.yaml"), overlay)
         print(f"best: the same command with task=train +plan={folder}/best.yaml")
+
+
+def kept_programs(plan: Plan, *, config: Config) -> str:
+    """Copy the plan's programs to hw.compile_cache, where a run by TorchTPU finds them; return a line that says so.
+
+    The default folder is filled on a machine with a TPU alone.
+    """
+    folder = compile_cache_folder(config, process=0)
+    if config.hw.runtime != "torchtpu" or folder is None or (config.hw.compile_cache == "auto" and not tpu_present()):
+        return ""
+    assert isinstance(config.task, PlanTaskConfig)
+    compiled = Path(compiled_folder(config.task, output_dir=config.output_dir))
+    places = [
+        planned.keep(compiled / each.fingerprint, folder=Path(folder)) for each in plan.programs if each.fingerprint
+    ]
+    found = [place for place in places if place is not None]
+    mib = sum(file.stat().st_size for place in found for file in place.iterdir()) / 2**20
+    return f"programs: {len(found)} of {len(places)} compiled for the run, {mib:.0f} MiB in {folder}/{planned.PLANNED}"
 
 
 def reference(plan: Plan, name: str, *, config: Config) -> list[Comparison]:

@@ -65,9 +65,9 @@ def trace_run(config: Config, *, which: str) -> Traced:
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
     if which == "all" and samples(config):
-        programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts), window=config.sample.window))
+        programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts)))
     if which == "all" and config.questions:
-        programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, window=config.sample.window, name="ask"))
+        programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, name="ask"))
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
     return Traced(config, stages, arch, trained, shapes, programs)
 
@@ -106,6 +106,7 @@ def lowered_step(trainer: Any, *, shape: Shape) -> Lowered:
         batch=batch_like(shape, trainer=trainer) | added_like(trainer),
         rows_dim=1,
         renewed=lambda out: renewed(trainer, out),
+        as_run=trainer.step_program,
     )
     return lowered
 
@@ -162,18 +163,26 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
             name="eval",
             batch=rows_like(shape, names=trainer.evaluator.tensor_names),
             rows_dim=0,
+            as_run=trainer.evaluator.program,
         )
     return lowered
 
 
-def lowered_sample(trainer: Any, *, rows: int, window: int, name: str = "sample") -> Lowered:
+def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
     """Lower one token of the samples, or of the answers to questions."""
     sampler = trainer.sampler if name == "sample" else trainer.asker.sampler
-    shapes = {"ids": (rows, window), "last": (rows,)} | ({WORDS: (rows,)} if sampler.temperature else {})
-    batch = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
+    batch = sample_like(sampler, rows=rows)
     with evaluating(trainer.model.module):
-        lowered: Lowered = trainer.runtime.lower(sampler.next_token, name=name, batch=batch, rows_dim=-1)
+        lowered: Lowered = trainer.runtime.lower(
+            sampler.next_token, name=name, batch=batch, rows_dim=-1, as_run=sampler.program
+        )
     return lowered
+
+
+def sample_like(sampler: Any, *, rows: int) -> dict[str, Tensor]:
+    """Return placeholders for the texts that a sampler continues."""
+    shapes = {"ids": (rows, sampler.window), "last": (rows,)} | ({WORDS: (rows,)} if sampler.temperature else {})
+    return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
 
 
 def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> dict[str, Tensor]:
