@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.config.composing import composed, composed_as_typed
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.kernels.integers import int8_product
 from tpu_experiments.runtime.ops import Folding, Loop, python_loop
@@ -225,7 +226,9 @@ SMOKE = ("debug=smoke", "lora.dropout=0.1")
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of run.py in this environment."""
-    command = [sys.executable, "run.py", f"output_dir={folder}", f"prepare.folder={folder / 'prepared'}", *words]
+    flags = [word for word in words if word.startswith("-")]
+    settings = [f"output_dir={folder}", f"prepare.folder={folder / 'prepared'}", *(w for w in words if w not in flags)]
+    command = [sys.executable, "run.py", *flags, *settings]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
@@ -541,22 +544,34 @@ def test_a_run_on_a_tpu_finds_what_its_plan_compiled(machine: tuple[str, ...], t
     assert asked.stdout.splitlines()[-3:] == ["train: planned", "evaluate: planned", "sample: planned"]
 
 
-def test_a_run_loads_the_programs_of_its_plan(tmp_path: Path) -> None:
-    """A CPU's programs, which task=plan does not compile, compiled here in its place."""
-    words = ("debug=smoke", "hw.runtime=torchtpu", "lora.dropout=0.1")
-    config = composed_as_typed(*words)
+def compile_here(config: Config, folder: Path) -> None:
+    """Compile a run's programs for the CPU, which task=plan does not, and keep them as it does."""
     (chip,) = jax.devices("cpu")[:1]
     for number, program in enumerate(programs.trace_run(config, which="all").programs):
         aliases = {n: argument.alias for n, argument in enumerate(program.arguments) if argument.alias is not None}
         text = program.module.decode()
         made = _compiled(text, aliases=aliases, devices=[chip])
-        place = tmp_path / "compiled" / str(number)
+        place = folder / "compiled" / str(number)
         place.mkdir(parents=True)
         facts = planned.facts_of(text, aliases=aliases, shardings=None, replicas=1, devices=[chip])
         planned.write(place, facts=facts, executable=chip.client.serialize_executable(made))
-        planned.keep(place, folder=tmp_path / "programs")
-    done = run(tmp_path, *words, f"hw.compile_cache={tmp_path / 'programs'}", "name=loads")
+        planned.keep(place, folder=folder)
+
+
+@pytest.mark.slow
+def test_a_run_loads_the_programs_of_its_plan(tmp_path: Path) -> None:
+    words, kept = ("hw.runtime=torchtpu", *SMOKE), f"hw.compile_cache={tmp_path / 'programs'}"
+    compile_here(composed_as_typed(*words), tmp_path / "programs")
+    done = run(tmp_path, *words, kept, "name=loads")
     assert "0 compiled, 0 after warm-up; of the compile cache 4 hits, 0 misses" in done.stdout, done.stderr[-3000:]
     again = run(tmp_path, *words, "name=compiles")
     assert "4 compiled, 0 after warm-up" in again.stdout, again.stderr[-3000:]
     assert records_of(tmp_path / "loads") == records_of(tmp_path / "compiles")
+
+
+@pytest.mark.slow
+def test_several_runs_in_one_program_load_its_step(tmp_path: Path) -> None:
+    words, kept = ("hw.runtime=torchtpu", *SMOKE), f"hw.compile_cache={tmp_path / 'programs'}"
+    compile_here(composed_as_typed("task=plan", "task.pack=2", *words), tmp_path / "programs")
+    done = run(tmp_path, "-m", "lora.alpha=8,16", "sweeping.pack=2", *words, kept, "name=sweep")
+    assert "3 compiled, 0 after warm-up" in done.stdout, done.stderr[-3000:]  # 4, and its own evaluation and samples

@@ -243,7 +243,7 @@ class Pack:
             self.look(self.seats)
             left = [seat for seat in self.seats if seat.state != "ended"]
             if left and all(seat.state == "built" for seat in left):
-                self._begin()
+                self._program = self.program()
                 for seat in left:
                     seat.state = "ready"
             elif left:
@@ -317,8 +317,8 @@ class Pack:
 
     # ---- between turns --------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Make the program, once every run is built or has ended."""
+    def program(self) -> Program[dict[str, Tensor]]:
+        """Return the program of a step of all runs, once every run is built or has ended."""
         trainers = self.trainers
         loras = [trainer.config.lora for trainer in trainers]
         scales = torch.tensor([scale_of(lora) for lora in loras], dtype=torch.float32)
@@ -347,7 +347,7 @@ class Pack:
             tensors = {f"{n}@{k}": t for k, each in enumerate(trainers) for n, t in each.step_tensors().items()}
             return {**tensors, "scales": self._placed["scales"], "thresholds": self._placed["thresholds"]}
 
-        self._program = self.runtime.program(in_place, name="train", held=held)
+        return self.runtime.program(in_place, name="train", held=held)
 
     def _step(self, waiting: Sequence[Seat]) -> None:
         """Queue a step of the run that is furthest behind and of those with the same shapes, and give them their turn.

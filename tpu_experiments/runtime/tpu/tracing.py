@@ -191,7 +191,7 @@ class TracingRuntime(DevicelessRuntime):
 
     def _traced_as_run(self, program: PlannedProgram[Any], sent: dict[str, Tensor]) -> TracedFunction:
         """Trace as a run does (device.py), with the names of a plan."""
-        names = {storage_of(tensor): name for name, tensor in self.placed}
+        names = {storage_of(tensor): name for name, tensor in self.placed}  # others come with each call, as a batch
 
         def run(_: list[Tensor]) -> list[Tensor]:
             leaves, _build = flattened(program.function(sent))
@@ -201,7 +201,8 @@ class TracingRuntime(DevicelessRuntime):
         given = by_role(sent, held=program.held())
         graph, inputs, written = function_of(run, given, known=lambda tensor: storage_of(tensor) in names)
         aliases = {storage_of(inputs[number][1]): index for index, number in enumerate(written)}
-        return graph, [(names.get(storage_of(tensor), name), tensor) for name, tensor in inputs], aliases
+        read = [(names.get(storage_of(t), BATCH + name.removeprefix(BATCH)), t) for name, t in inputs]
+        return graph, read, aliases
 
     def _argument(self, name: str, tensor: Tensor, *, rows_dim: int, alias: int | None = None) -> Argument:
         shape = tuple(tensor.shape)

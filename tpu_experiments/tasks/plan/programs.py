@@ -151,6 +151,7 @@ def lowered_pack(pack: Pack, *, shape: Shape) -> Lowered:
             pair for trainer, own in zip(trainers, out, strict=True) for pair in renewed(trainer, own)
         ],
         num_adapters=len(trainers),
+        as_run=pack.program(),
     )
     return lowered
 
