@@ -13,12 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.config.compose import CONF
-from tpu_experiments.planning.tuned import Line, lines
+from tpu_experiments.config.compose import CONF, config_of
+from tpu_experiments.config.schema import register
+from tpu_experiments.planning.tuned import Line, facts_of, lines
 
 REPOSITORY = CONF.parent
 AS_IT_IS = "task.search.axes={trainer.micro_batch_rows:[],sharding:[],model.stack:[],model.remat:[]}"
 TOKENIZER = "model.tokenizer_path=tpu_experiments/samples/tokenizer"
+
+
+BASES: list[list[str]] = [[], ["model.base=int8"], ["model.base=nf4"]]
+"""Forms of the base, which a line holds only as part of a hash."""
 
 
 def words_of(line: Line) -> list[str]:
@@ -31,7 +36,11 @@ def words_of(line: Line) -> list[str]:
         "lora.targets": json.dumps(list(line.targets)).replace(" ", ""),
         **line.settings,
     }
-    return [f"model={line.model}", "data=sample_text", f"hw={line.hw}", *(f"{k}={v}" for k, v in settings.items())]
+    words = [f"model={line.model}", "data=sample_text", f"hw={line.hw}", *(f"{k}={v}" for k, v in settings.items())]
+    for base in BASES:
+        if facts_of(config_of([*words, *base, "tuned=off", "task=plan", "~local"])) == line.facts:
+            return [*words, *base]
+    raise SystemExit(f"{line.model} on {line.hw} was planned with settings that a line does not hold; plan it by hand")
 
 
 def key_of(line: Line) -> tuple[Any, ...]:
@@ -41,6 +50,7 @@ def key_of(line: Line) -> tuple[Any, ...]:
 
 def main() -> None:
     """Plan what the new table lacks, line by line."""
+    register()
     output, *models = sys.argv[1:]
     table = Path(output).resolve() / "tuned.yaml"
     table.parent.mkdir(parents=True, exist_ok=True)

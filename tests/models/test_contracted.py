@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_experiments.models import lora
-from tpu_experiments.models.contracted import LinearOfHeads, contracted, into_heads, out_of_heads, together
+from tpu_experiments.models import build, lora
+from tpu_experiments.models.contracted import LinearOfHeads, contracted, forked, into_heads, out_of_heads, together
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.lora import LoraLinear
+from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+from tpu_experiments.runtime.ops import apart
 
 pytestmark = pytest.mark.xla
 ROWS, TOKENS, FEATURES, HEADS, HEAD_DIM, RANK = 2, 6, 8, 3, 5, 2
@@ -58,6 +60,12 @@ CASES: dict[str, tuple[list[Tensor], list[int], Callable[..., Tensor], Callable[
         [0, 1, 3],
         together,
         lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
+    ),
+    "forked": (
+        [random(ROWS, TOKENS, FEATURES), random(WIDTH, FEATURES), random(RANK, FEATURES)],
+        [0, 2],
+        lambda *tensors: torch.cat(forked(*tensors), -1),
+        lambda x, weight, a: torch.cat([F.linear(x, weight), F.linear(x, a)], -1),
     ),
 }
 
@@ -112,20 +120,21 @@ def adapted(*, features: int = FEATURES, outputs: int = WIDTH, device: str = "cp
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("way", "features", "outputs"), [("together", 8, 16), ("forked", 16, 8)])
 def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
-    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, features: int, outputs: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = adapted()
+    layer = adapted(features=features, outputs=outputs)
     layer.bias = layer.bias if has_bias else None
-    layer.lora_A.data, layer.lora_B.data = random(RANK, FEATURES), random(WIDTH, RANK)
+    layer.lora_A.data, layer.lora_B.data = random(RANK, features), random(outputs, RANK)
     layer = layer.to("xla")
     calls: list[int] = []
-    monkeypatch.setattr(lora, "together", lambda *args: calls.append(1) or together(*args))
+    joint = getattr(lora, way)
+    monkeypatch.setattr(lora, way, lambda *args: calls.append(1) or joint(*args))
     found = []
     for tokens in (1, 10**9):
-        monkeypatch.setattr(lora, "TOGETHER_OUTPUTS", 1)
         monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
-        x = random(ROWS, TOKENS, FEATURES).to("xla").requires_grad_()
+        x = random(ROWS, TOKENS, features).to("xla").requires_grad_()
         out = layer(x)
         grads = torch.autograd.grad((out * random(*out.shape).to("xla")).sum(), [x, layer.lora_A, layer.lora_B])
         found.append([tensor.detach().cpu() for tensor in (out, *grads)])
@@ -135,21 +144,51 @@ def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
 
 
 @pytest.mark.parametrize(
-    ("features", "outputs", "tokens", "chips", "is_one"),
+    ("features", "outputs", "tokens", "chips", "one"),
     [
-        (896, 4864, 8192, 1, True),  # Qwen2.5 0.5B, gate_proj
-        (4864, 896, 8192, 1, False),  # its down_proj
-        (896, 896, 8192, 1, False),  # its q_proj
-        (4096, 14336, 2048, 1, False),  # Mistral 7B, gate_proj: the weight's copy costs more than it saves
-        (4096, 14336, 16384, 8, False),  # the same on eight chips, in one program
+        (896, 4864, 8192, 1, "output"),  # Qwen2.5 0.5B, gate_proj
+        (4864, 896, 8192, 1, "gradient"),  # its down_proj
+        (896, 896, 8192, 1, "none"),  # its q_proj
+        (4096, 14336, 2048, 1, "none"),  # Mistral 7B, gate_proj: the weight's copy costs more than it saves
+        (14336, 4096, 2048, 1, "none"),  # its down_proj
+        (4096, 14336, 16384, 8, "none"),  # the same on eight chips, in one program
     ],
 )
-def test_they_are_one_product_where_tokens_and_outputs_are_many(
-    features: int, outputs: int, tokens: int, chips: int, is_one: bool
+def test_they_are_one_product_where_tokens_and_features_are_many(
+    features: int, outputs: int, tokens: int, chips: int, one: str
 ) -> None:
     layer = adapted(features=features, outputs=outputs, device="meta")
     layer.row_shards = chips
-    assert layer._is_one_product(torch.empty(1, tokens, features, device="meta")) == is_one
-    assert not layer._is_one_product(torch.empty(1, tokens, features)), "of a program that XLA does not compile"
-    layer.output_heads = 2
-    assert not layer._is_one_product(torch.empty(1, tokens, features, device="meta")), "heads have their own"
+    x, on_host = torch.empty(1, tokens, features, device="meta"), torch.empty(1, tokens, features)
+    assert layer._is_one_product(x) == (one == "output")
+    assert layer._has_one_gradient(x) == (one == "gradient")
+    assert not layer._is_one_product(on_host), "of a program that XLA does not compile"
+    assert not layer._has_one_gradient(on_host)
+    layer.dropout = 0.1
+    assert not layer._has_one_gradient(x), "only A's input has dropout"
+    assert layer.eval()._has_one_gradient(x) == (one == "gradient")
+    layer.dropout, layer.output_heads = 0.0, 2
+    assert not layer._is_one_product(x), "heads have their own"
+    assert not layer._has_one_gradient(x)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "features", "outputs", "tokens", "chips", "is_apart"),
+    [
+        ("down_proj", 4864, 896, 4096, 1, True),  # Qwen2.5 0.5B
+        ("down_proj", 4864, 896, 4096, 8, False),  # of eight chips, in one program
+        ("down_proj", 14336, 4096, 4096, 1, False),  # Mistral 7B, which has no room for it
+        ("up_proj", 896, 4864, 4096, 1, False),
+    ],
+)
+def test_the_activation_is_read_behind_a_barrier_where_tokens_are_many(
+    leaf: str, features: int, outputs: int, tokens: int, chips: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(features, outputs, device="meta").requires_grad_(False)
+    layer = LoraLinear(linear, r=RANK, scale=2.0, dropout=0.0, name=f"layers.0.mlp.{leaf}")
+    layer.row_shards = chips
+    calls: list[int] = []
+    monkeypatch.setattr(build, "apart", lambda x: calls.append(1) or apart(x))
+    build.read_activations_apart(nn.ModuleList([layer]))
+    assert layer(torch.empty(1, tokens, features, device="meta")).shape == (1, tokens, outputs)
+    assert len(calls) == is_apart

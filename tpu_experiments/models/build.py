@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ MAKE_HEADS, TAKE_HEADS = ("q_proj", "k_proj", "v_proj", "Wqkv"), ("o_proj", "Wo"
 """Names of the projections whose outputs or inputs are heads, in transformers."""
 HEAD_NORMS = ("q_norm", "k_norm")
 """Names of the norms of queries' and keys' heads in transformers."""
+APART_TOKENS = 2
+"""A chip's tokens for each output of down_proj from which it reads the MLP's activation behind a barrier."""
 
 
 def stacked_weights(
@@ -275,21 +278,23 @@ def read_heads_apart(module: nn.Module) -> None:
 
 
 def read_activations_apart(module: nn.Module) -> None:
-    """Have an adapted down_proj, and its adapter, read the MLP's activation behind a barrier.
+    """Have an adapted down_proj, and its adapter, read the MLP's activation behind a barrier, where tokens are many.
 
     XLA otherwise computes it in each product that reads it, forward and backward, from the outputs of gate_proj and
-    up_proj. Behind the barrier it is written once: planned, a step of Qwen2.5 0.5B on v5e-8 takes 0.202 instead of
-    0.209 s, of Gemma 3 270M 1.020 instead of 1.028 s, for 1 GiB more, and of Mistral 7B the same. In a loop over layers
-    it loses, since it goes through a stack (tests/benchmarks/README.md, Unrolled and folded layers).
+    up_proj. Behind the barrier it is written once, and kept for the backward pass: planned, a step of Qwen2.5 0.5B on
+    v5e-8 takes 0.202 instead of 0.209 s, and of Gemma 3 270M 1.020 instead of 1.028 s, for 1 GiB more. A model that
+    fills the chip loses (Mistral 7B, a row of 4,096 tokens on v6e: 11,183 instead of 12,167 tokens/s), and so does a
+    loop over layers, where it goes through a stack (tests/benchmarks/README.md, Unrolled and folded layers).
     """
     for part in module.modules():
         if isinstance(part, LoraLinear) and part.leaf == "down_proj":
             part.register_forward_pre_hook(_read_apart)
 
 
-def _read_apart(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _read_apart(part: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     x, *rest = inputs
-    return (apart(x), *rest)
+    are_many = math.prod(x.shape[:-1]) >= APART_TOKENS * part.out_features * part.row_shards
+    return (apart(x), *rest) if are_many else inputs
 
 
 def _apart(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -69,6 +69,16 @@ def together(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+def forked(x: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply (..., K) by a frozen weight (N, K) and by A (r, K), to (..., N) and (..., r).
+
+    The gradient of x, a sum over N + r features, is written once, where two products would each write K features per
+    token.
+    """
+    out: tuple[Tensor, Tensor] = _Forked.apply(x, weight, a)
+    return out
+
+
 def _last(tensor: Tensor, count: int) -> list[int]:
     return list(range(tensor.ndim - count, tensor.ndim))
 
@@ -120,6 +130,23 @@ class _Together(Function):
         tokens = list(range(low.ndim - 1))
         of_b = contraction(grad.to(b.dtype), low.to(b.dtype), tokens, tokens)
         return of_x, of_low, None, of_b
+
+
+class _Forked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight, a)
+        dim = [x.ndim - 1]
+        return contraction(x, weight.to(x.dtype), dim, [1]), contraction(x, a.to(x.dtype), dim, [1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, of_low: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a = ctx.saved_tensors
+        both = torch.cat([weight.to(grad.dtype), a.to(grad.dtype)])
+        of_x = contraction(torch.cat([grad, of_low], -1), both, [grad.ndim - 1], [0])
+        tokens = list(range(grad.ndim - 1))
+        return of_x, None, contraction(of_low.to(a.dtype), x.to(a.dtype), tokens, tokens)
 
 
 def _beside(weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
