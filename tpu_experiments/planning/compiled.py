@@ -3,7 +3,8 @@
 <output_dir>/plans/compiled/<key>/request.json, program.hlo   what was asked
                                  program.mlir                  the program for another environment's compiler
                                  answer.json                   seconds, memory or the complaint about it; written last
-                                 optimized.hlo                 the TPU's program"""
+                                 optimized.hlo                 the TPU's program
+                                 facts.json, executable        what a run by TorchTPU loads (runtime/tpu/planned.py)"""
 
 import hashlib
 import json

@@ -2,10 +2,11 @@
 
     python -m tpu_experiments.planning.compiler FOLDER
 
-reads FOLDER/request.json and FOLDER/program.hlo and writes FOLDER/answer.json and FOLDER/optimized.hlo. It runs in a
-separate process: it sets jax's platform and default device, and where the system kills it for its memory, nothing else
-ends with it. libtpu contains the compiler; jax returns a client of it for the name of a topology (as MaxText's
-train_compile does), and torch_xla's HLO is passed in as StableHLO.
+reads FOLDER/request.json and FOLDER/program.hlo and writes FOLDER/answer.json and FOLDER/optimized.hlo, and of a
+program by TorchTPU what a run loads (runtime/tpu/planned.py). It runs in a separate process: it sets jax's platform and
+default device, and where the system kills it for its memory, nothing else ends with it. libtpu contains the compiler;
+jax returns a client of it for the name of a topology (as MaxText's train_compile does), and torch_xla's HLO is passed
+in as StableHLO.
 
 A request can name another environment (task.libtpu). torch_xla's HLO becomes text here, FOLDER/program.mlir, since jax
 0.12 does not read the bytes that jax 0.7.1 writes; then the process goes on as the other environment's Python.

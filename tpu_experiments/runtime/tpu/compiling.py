@@ -124,7 +124,8 @@ def _loaded(serialised: bytes, *, client: Any, devices: Any, options: Any) -> An
     try:
         return client.deserialize_executable(serialised, devices, options)
     except Exception as error:  # jaxlib raises one type for all errors of the client
-        log.warning("a planned program cannot be loaded here, and is compiled: %s", str(error).splitlines()[0])
+        said = f"{type(error).__name__}: {error}".splitlines()[0]  # an error without a text has a line too
+        log.warning("a planned program cannot be loaded here, and is compiled: %s", said)
         return None
 
 
