@@ -58,8 +58,14 @@ CASES: dict[str, tuple[list[Tensor], list[int], Callable[..., Tensor], Callable[
     "together": (
         [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
         [0, 1, 3],
-        together,
+        lambda x, low, weight, b: together(torch.cat([x, low], -1), weight, b),
         lambda x, low, weight, b: F.linear(x, weight) + F.linear(low, b),
+    ),
+    "together, one of three adapters": (
+        [random(ROWS, TOKENS, FEATURES), random(ROWS, TOKENS, 3 * RANK), random(WIDTH, FEATURES), random(WIDTH, RANK)],
+        [0, 1, 3],
+        lambda x, low, weight, b: together(torch.cat([x, low], -1), weight, b, first=RANK),
+        lambda x, low, weight, b: F.linear(x, weight) + F.linear(low[..., RANK : 2 * RANK], b),
     ),
     "forked": (
         [random(ROWS, TOKENS, FEATURES), random(WIDTH, FEATURES), random(RANK, FEATURES)],
@@ -85,9 +91,9 @@ def test_it_is_the_linear_layer(case: str, device: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_in_bf16_gradients_of_weights_are_summed_in_float32(case: str) -> None:
     tensors, of, ours, plain = CASES[case]
-    own = [3] if case == "together" else [number for number in of if number]
+    own = [3] if "together" in case else [number for number in of if number]
     rounded = [t if number in own else t.bfloat16() for number, t in enumerate(tensors)]
-    if case == "together":
+    if "together" in case:
         rounded[2] = rounded[2].bfloat16()
     given = outcome(ours, rounded, torch.device("cpu"), of=own)
     exact = outcome(plain, [t.float() for t in rounded], torch.device("cpu"), of=own)
@@ -130,7 +136,7 @@ def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
     layer = layer.to("xla")
     calls: list[int] = []
     joint = getattr(lora, way)
-    monkeypatch.setattr(lora, way, lambda *args: calls.append(1) or joint(*args))
+    monkeypatch.setattr(lora, way, lambda *args, **more: calls.append(1) or joint(*args, **more))
     found = []
     for tokens in (1, 10**9):
         monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
@@ -139,6 +145,35 @@ def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
         grads = torch.autograd.grad((out * random(*out.shape).to("xla")).sum(), [x, layer.lora_A, layer.lora_B])
         found.append([tensor.detach().cpu() for tensor in (out, *grads)])
     assert len(calls) == 1
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", ["xx", "xy", "yx"])
+def test_adapters_of_one_tensor_multiply_it_with_their_weights_from_one_copy(
+    inputs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gate_proj and up_proj; where they read two tensors, each has a copy of its own."""
+    mlp = nn.Module()
+    mlp.gate_proj, mlp.up_proj = adapted(features=8, outputs=16), adapted(features=8, outputs=20)
+    for part in mlp.children():
+        part.lora_A.data, part.lora_B.data = random(RANK, 8), random(part.out_features, RANK)
+    lora._link_siblings(mlp)
+    copies: list[Tensor] = []
+    joined = lora.together
+    monkeypatch.setattr(lora, "together", lambda x, *args, **more: copies.append(x) or joined(x, *args, **more))
+    found = []
+    for tokens in (1, 10**9):
+        monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
+        mlp = mlp.to("xla")
+        given = {name: random(ROWS, TOKENS, 8).roll(int(name == "y")).to("xla").requires_grad_() for name in inputs}
+        outs = [part(given[name]) for part, name in zip(mlp.children(), inputs, strict=True)]
+        loss = sum((out * random(*out.shape).to("xla")).sum() for out in outs)
+        weights = [weight for name, weight in mlp.named_parameters() if "lora_" in name]
+        grads = torch.autograd.grad(loss, [*given.values(), *weights])
+        found.append([tensor.detach().cpu() for tensor in (*outs, *grads)])
+    assert len(copies) == 2
+    assert (copies[0] is copies[1]) == (inputs == "xx")
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpu_experiments.models.dropout import RowDropout, _mixed, drop_by_rows, dropped, hashed, noise, random_mask
+from tpu_experiments.models.dropout import RowDropout, drop_by_rows, dropped, hashed, noise, random_mask
 from tpu_experiments.models.layer_graph import LayerGraph
 
 TOKENS, FEATURES, ROWS = 16384, 256, 16
@@ -126,9 +126,9 @@ def test_the_device_makes_the_words_and_masks_of_the_host():
     edges = torch.tensor([0, 1, -1, -5, 12345678, -(2**31), 2**31 - 1], dtype=torch.int32)
     x, place = torch.zeros(7, 24, 40), {"layer": 23, "site": SITE, "keep": 0.9}
     placed, placed_x = (tensor.to(torch_xla.device()) for tensor in (edges, x))
-    found = [_mixed(placed), hashed(placed), random_mask(placed_x, placed, **place)]
+    found = [hashed(placed), random_mask(placed_x, placed, **place)]
     torch_xla.sync()
-    expected = [_mixed(edges), hashed(edges), random_mask(x, edges, **place)]
+    expected = [hashed(edges), random_mask(x, edges, **place)]
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 

@@ -142,6 +142,13 @@ def test_joined_adapters_are_adapters() -> None:
     assert part_of_product((1, 8192, 64, 4096), widths=MISTRAL) != "adapters"
 
 
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+def test_a_projection_multiplied_with_its_adapter_is_a_projection(ranks: int) -> None:
+    """Its own alone, or those of gate and up, of which one meets zeros."""
+    assert part_of_product((1, 8192, 14336, 4096 + 16 * ranks), widths=MISTRAL) == "projections"
+    assert part_of_product((1, 8192, 4096 + 16 * ranks, 14336), widths=MISTRAL) == "projections"
+
+
 def test_without_adapters_no_product_is_theirs() -> None:
     whole = widths_of(ARCH, rank=0, seq_len=1024, trained={4096 * 4096}, splits=())
     assert part_of_product((1, 8192, 4096, 4096), widths=whole) == "projections"

@@ -5,6 +5,7 @@ Legend: K input features, N output features, n heads of D features, r rank."""
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -60,12 +61,14 @@ def contracted(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def together(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-    """Multiply (..., K) by a frozen weight (N, K) and add (..., r) times B (N, r), as one product to (..., N).
+def together(x: Tensor, weight: Tensor, b: Tensor, *, first: int = 0) -> Tensor:
+    """Multiply (..., K + R), inputs and then low-rank values, by a frozen weight (N, K) and B (N, r), to (..., N).
 
-    The sum over K + r features is written once, where two products would each write N features per token.
+    B meets r of the R values, from number `first`; the others are of adapters that read the same inputs, so that both
+    are put side by side once for all of them. The sum over K + R features is written once, where two products would
+    each write N features per token.
     """
-    out: Tensor = _Together.apply(x, low, weight, b)
+    out: Tensor = _Together.apply(x, weight, b, first)
     return out
 
 
@@ -117,19 +120,20 @@ class _Contracted(Function):
 
 class _Together(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(low, weight, b)
-        return contraction(torch.cat([x, low], -1), _beside(weight, b, x.dtype), [x.ndim - 1], [1])
+    def forward(ctx: Any, x: Tensor, weight: Tensor, b: Tensor, first: int) -> Tensor:
+        at = weight.shape[1] + first
+        ctx.first, ctx.width = first, x.shape[-1]
+        ctx.save_for_backward(x[..., at : at + b.shape[1]], weight, b)
+        return contraction(x, _beside(weight, b, x.dtype, first=first, width=ctx.width), [x.ndim - 1], [1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         low, weight, b = ctx.saved_tensors
-        inputs = contraction(grad, _beside(weight, b, grad.dtype), [grad.ndim - 1], [0])
-        of_x, of_low = inputs.split([weight.shape[1], b.shape[1]], dim=-1)
+        both = _beside(weight, b, grad.dtype, first=ctx.first, width=ctx.width)
         tokens = list(range(low.ndim - 1))
         of_b = contraction(grad.to(b.dtype), low.to(b.dtype), tokens, tokens)
-        return of_x, of_low, None, of_b
+        return contraction(grad, both, [grad.ndim - 1], [0]), None, of_b, None
 
 
 class _Forked(Function):
@@ -149,6 +153,7 @@ class _Forked(Function):
         return of_x, None, contraction(of_low.to(a.dtype), x.to(a.dtype), tokens, tokens)
 
 
-def _beside(weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (N, K + r)."""
-    return torch.cat([weight.to(dtype), b.to(dtype)], dim=1)
+def _beside(weight: Tensor, b: Tensor, dtype: torch.dtype, *, first: int, width: int) -> Tensor:
+    """Return (N, width): the weight, `first` zeros, B, and zeros."""
+    last = width - weight.shape[1] - first - b.shape[1]
+    return torch.cat([weight.to(dtype), F.pad(b.to(dtype), (first, last))], dim=1)

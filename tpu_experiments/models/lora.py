@@ -6,6 +6,7 @@ Whether training changed anything is told by fingerprints of parameters at their
 base model is the loudest complaint of TPU users (huggingface/transformers#36004)."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,12 +99,14 @@ class LoraLinear(nn.Module):
             out, low = forked(x, self.weight, self.lora_A * self.scale)
             out = out + self._product(named(low, LOW), self.lora_B)
             return out if self.bias is None else out + self.bias
+        if self.lora_magnitude_vector is None and self._is_one_product(x):
+            siblings = self.siblings or Siblings([self])
+            joined, first = siblings.joined(self, x)
+            out = together(joined, self.weight, self.lora_B, first=first)
+            return out if self.bias is None else out + self.bias
         low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
         if self.lora_magnitude_vector is not None:
             return self._with_length(x, low, self.lora_magnitude_vector)
-        if self._is_one_product(x):
-            out = together(x, low, self.weight, self.lora_B)
-            return out if self.bias is None else out + self.bias
         if self.output_heads:
             return named(self._into_heads(x, low), self.leaf).flatten(-2)
         return self.frozen(x, bias=self.bias) + self._product(low, self.lora_B)
@@ -260,18 +263,43 @@ class Siblings:
     def __init__(self, members: list[LoraLinear]) -> None:
         self._members = members
         self._x: Tensor | None = None
-        self._lows: dict[int, Tensor] = {}
+        self._all: Tensor | None = None
+        self._joined: Tensor | None = None
+        self._lows: dict[int, tuple[Tensor, int]] = {}
+        """Values of members that have not read this tensor yet, and the number of their first among all."""
 
     def low_rank(self, member: LoraLinear, x: Tensor) -> Tensor:
         """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
-        if x is not self._x:
-            together = member.low_rank(x, torch.cat([m.lora_A for m in self._members], dim=-2))
-            lows = together.split([m.lora_A.shape[-2] for m in self._members], dim=-1)
-            self._x, self._lows = x, {id(m): low for m, low in zip(self._members, lows, strict=True)}
-        low = self._lows.pop(id(member), None)
-        if not self._lows:
-            self._x = None
+        self._multiply(member, x)
+        low, _ = self._lows.pop(id(member), (None, 0))
+        self._forget()
         return member.low_rank(x, member.lora_A) if low is None else low
+
+    def joined(self, member: LoraLinear, x: Tensor) -> tuple[Tensor, int]:
+        """Return `x` with the values of all members behind it, or of one alone, and the number of its own first."""
+        self._multiply(member, x)
+        low, first = self._lows.pop(id(member), (None, 0))
+        if low is None or self._all is None:
+            joined = torch.cat([x, member.low_rank(x, member.lora_A)], dim=-1)
+        elif self._joined is None:
+            joined = self._joined = torch.cat([x, self._all], dim=-1)
+        else:
+            joined = self._joined
+        self._forget()
+        return joined, first
+
+    def _multiply(self, member: LoraLinear, x: Tensor) -> None:
+        if x is self._x:
+            return
+        self._x, self._joined = x, None
+        self._all = member.low_rank(x, torch.cat([m.lora_A for m in self._members], dim=-2))
+        ranks = [m.lora_A.shape[-2] for m in self._members]
+        values = zip(self._all.split(ranks, dim=-1), itertools.accumulate(ranks, initial=0), strict=False)
+        self._lows = {id(m): value for m, value in zip(self._members, values, strict=True)}
+
+    def _forget(self) -> None:
+        if not self._lows:
+            self._x = self._all = self._joined = None
 
 
 @dataclass(frozen=True)

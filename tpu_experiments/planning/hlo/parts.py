@@ -6,7 +6,7 @@ whatever axes were split or merged, and its elements and FLOPs determine all fou
 
     collectives  a collective, or a fusion around one without a product
     products     by the product with the most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a
-                 projection} is `adapters`; the two edges of a projection, one with the rank added where its adapter is
+                 projection} is `adapters`; the two edges of a projection, one with ranks added where adapters are
                  multiplied with it, are `projections`; any other, batched ones above all, is `attention` (scores,
                  values)
     loss         something produced in it has a dimension of the vocabulary
@@ -68,9 +68,9 @@ class Widths:
         return frozenset[int]().union(*self.edges)
 
     def is_projection(self, first: int, second: int) -> bool:
-        """Return whether two sizes are the edges of a projection, whole or shares, or with the rank added to one."""
+        """Return whether two sizes are the edges of a projection, whole or shares, or with ranks added to one."""
         pairs = {(a, b) for a in self.whole(first) for b in self.whole(second)}
-        pairs |= {pair for a, b in set(pairs) if self.rank for pair in ((a - self.rank, b), (a, b - self.rank))}
+        pairs |= {pair for a, b in set(pairs) for rank in self.ranks for pair in ((a - rank, b), (a, b - rank))}
         return any({a, b} in self.edges for a, b in pairs)
 
     def whole(self, size: int) -> set[int]:
