@@ -10,7 +10,7 @@ import pytest
 
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.provenance import git_state, provenance, versions, write_provenance
+from tpu_experiments.loggers.provenance import changes_between, git_state, provenance, versions, write_provenance
 from tpu_experiments.storage.run_folder import RunFolder
 
 UNKNOWN = {"git_commit": None, "git_dirty": None, "git_diff_sha256": None}
@@ -93,3 +93,48 @@ def test_a_resumed_run_adds_its_life(tmp_path: Path) -> None:
 def test_files_that_were_sent_without_a_checkout_say_what_they_stand_on(tmp_path: Path) -> None:
     (tmp_path / ".commit").write_text("0123abcd\n")
     assert git_state(tmp_path) == {"git_commit": "0123abcd", "git_dirty": None, "git_diff_sha256": None}
+
+
+def facts_with(**changed: object) -> dict[str, object]:
+    known = {
+        "git_commit": "abc",
+        "git_dirty": False,
+        "git_diff_sha256": None,
+        "versions": {"torch": "2.9.0", "jax": "1"},
+    }
+    return {**known, **changed}
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        (facts_with(), []),
+        (facts_with(git_commit="def"), ["commit def, now abc"]),
+        (facts_with(versions={"torch": "2.8.0", "jax": "1"}), ["torch 2.8.0, now 2.9.0"]),
+        (facts_with(versions={"torch": "2.9.0", "jax": None}), []),
+        (facts_with(git_dirty=True, git_diff_sha256="12"), ["changes that are not committed"]),
+        (facts_with(git_commit=None, git_dirty=None), []),
+        (facts_with(versions="none"), []),
+        ({}, []),
+        (["a list"], []),
+    ],
+)
+def test_other_code_and_packages_are_found(before: object, found: list[str]) -> None:
+    assert changes_between(before, facts_with()) == found
+
+
+def test_a_start_with_other_code_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dropout masks, for one, are what the code makes of a row's random words: another commit may make others."""
+    folder = RunFolder(str(tmp_path), "x")
+    (tmp_path / "x").mkdir()
+    write_provenance(folder, facts_with())
+    write_provenance(folder, facts_with())
+    assert not caplog.records
+    write_provenance(folder, facts_with(git_commit="def"))
+    (record,) = caplog.records
+    assert "last started with other code or packages: commit abc, now def. From here on" in record.message
+    assert [life["git_commit"] for life in json.loads((tmp_path / "x" / "provenance.json").read_text())["lives"]] == [
+        "abc",
+        "abc",
+        "def",
+    ]

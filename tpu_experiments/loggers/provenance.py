@@ -46,10 +46,35 @@ def provenance(config: Config, *, device: str, argv: list[str]) -> dict[str, Any
 
 
 def write_provenance(folder: RunFolder, facts: dict[str, Any]) -> None:
-    """Append the facts of this start to provenance.json."""
+    """Append the facts of this start to provenance.json, and warn if the code or a package is another than before."""
     path = folder.path("provenance.json")
     lives = _stored_lives(path) if paths.exists(path) else []
+    differences = changes_between(lives[-1], facts) if lives else []
+    if differences:
+        log.warning(
+            "This run was last started with other code or packages: %s. From here on its numbers may differ from those "
+            "of a run that never stopped, by rounding or by more; resume with the former ones for the same bits.",
+            "; ".join(differences),
+        )
     paths.write_text_atomic(path, json.dumps({"lives": [*lives, facts]}, indent=1) + "\n")
+
+
+def changes_between(before: Any, now: dict[str, Any]) -> list[str]:
+    """Return what differs in the code and the packages of two starts; what one of them does not know does not.
+
+    Args:
+        before: an entry of a stored provenance.json, which may hold anything.
+    """
+    if not isinstance(before, dict):
+        return []
+    old = before.get("versions")
+    packages = old if isinstance(old, dict) else {}
+    pairs = [("commit", before.get("git_commit"), now.get("git_commit"))]
+    pairs += [(name, packages.get(name), version) for name, version in now.get("versions", {}).items()]
+    found = [f"{name} {a}, now {b}" for name, a, b in pairs if a and b and a != b]
+    if before.get("git_diff_sha256") != now.get("git_diff_sha256") and before.get("git_dirty") is not None:
+        found.append("changes that are not committed")
+    return found
 
 
 def _stored_lives(path: str) -> list[Any]:
