@@ -123,6 +123,12 @@ def test_other_code_and_packages_are_found(before: object, found: list[str]) -> 
     assert changes_between(before, facts_with()) == found
 
 
+def test_changes_on_a_machine_that_has_no_checkout_are_not_known() -> None:
+    """launch/tpu.py sends files without one."""
+    sent = facts_with(git_dirty=None)
+    assert changes_between(facts_with(git_dirty=True, git_diff_sha256="12"), sent) == []
+
+
 def test_a_start_with_other_code_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Dropout masks, for one, are what the code makes of a row's random words: another commit may make others."""
     folder = RunFolder(str(tmp_path), "x")

@@ -72,7 +72,8 @@ def changes_between(before: Any, now: dict[str, Any]) -> list[str]:
     pairs = [("commit", before.get("git_commit"), now.get("git_commit"))]
     pairs += [(name, packages.get(name), version) for name, version in now.get("versions", {}).items()]
     found = [f"{name} {a}, now {b}" for name, a, b in pairs if a and b and a != b]
-    if before.get("git_diff_sha256") != now.get("git_diff_sha256") and before.get("git_dirty") is not None:
+    are_known = before.get("git_dirty") is not None and now.get("git_dirty") is not None
+    if are_known and before.get("git_diff_sha256") != now.get("git_diff_sha256"):
         found.append("changes that are not committed")
     return found
 
