@@ -3,6 +3,7 @@
 `pytest -m cuda`, on a machine with a GPU; skipped elsewhere.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,10 @@ from torch import Tensor
 from tests.models.test_quantised import FORMATS, weight
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.state import zero_state
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.models.contracted import into_heads
+from tpu_experiments.models.float32_gradients import product
 from tpu_experiments.models.quantised import Format, frozen_product
 from tpu_experiments.optim.adafactor import Adafactor
 from tpu_experiments.optim.adamw8bit import AdamW8bit
@@ -22,12 +26,14 @@ from tpu_experiments.optim.loss_scale import LossScaled
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_cuda
 from tpu_experiments.runtime.kernels.integers import int8_product
+from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 STEPS = 6
+GRAPHS = ("hw.cuda_graphs=true", "hw.cuda_graphs=false")
 OPTIMIZERS = (
     AdamW8bit(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8),
     Adafactor(weight_decay=0.01, beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
@@ -50,7 +56,7 @@ def on_gpu(make_config: Callable[..., Config]) -> Callable[..., Run]:
         config = make_config(
             "hw=gpu", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "lora.dropout=0.1", *words
         )
-        run = Run(config, EagerRuntime(config.hw), optimizer=optimizer)
+        run = Run(config, make_runtime(config), optimizer=optimizer)
         if config.model.dtype == "float16":
             run.step.optimizer = LossScaled(run.step.optimizer)
             run.state = zero_state(run.step.optimizer, run.parameters, zeros=run.runtime.zeros)
@@ -98,7 +104,7 @@ def test_bitsandbytes_is_what_multiplies() -> None:
     if not on_cuda.has_bitsandbytes():
         pytest.skip("bitsandbytes is not installed (extra gpu)")
     parts = {part: tensor.cuda() for part, tensor in Format("nf4").quantise(weight(192, 256)).items()}
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         frozen_product(torch.randn(1, 256, device="cuda"), parts, format=Format("nf4"))
     assert any("bitsandbytes::gemm_4bit" in event.key for event in profile.key_averages())
 
@@ -112,6 +118,22 @@ def test_integers_of_any_number_of_rows_are_multiplied_exactly(contracted: int) 
         matrix = matrix if contracted == 1 else matrix.T.contiguous()
         product = int8_product(x.cuda(), matrix.cuda(), contracted)
         assert torch.equal(product.cpu(), int8_product(x, matrix, contracted)), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """8,192 tokens, of which bf16 would lose the last: sums of up to 2^13 with a spacing of 64."""
+    weight = torch.zeros(3, 5, device="cuda", requires_grad=True)
+    x = torch.ones(4, 2048, 5, device="cuda", dtype=dtype)
+    grad = torch.ones(4, 2048, 3, device="cuda", dtype=dtype)
+    grad[-1, -1] = 0
+    of_weight = [
+        torch.autograd.grad(multiply(x, weight), weight, grad)[0]
+        for multiply in (product, lambda x, weight: into_heads(x, weight, heads=3).flatten(2))
+    ]
+    for found in of_weight:
+        assert found.dtype == torch.float32
+        assert found.tolist() == [[8191.0] * 5] * 3
 
 
 # ---- steps --------------------------------------------------------------------------------------------------
@@ -163,11 +185,14 @@ def test_half_precision_stays_near_float32(on_gpu: Callable[..., Run], dtype: st
 def test_a_step_never_waits_for_the_gpu(on_gpu: Callable[..., Run], words: list[str]) -> None:
     run = on_gpu("model.dtype=bfloat16", *words)
     placed = [run.runtime.put(batch, rows_dim=1) for batch in batches()]
-    run.program(placed[0])  # makes tables and handles
+    for batch in placed[:2]:  # the first makes tables and handles, the second a recording
+        run.program(batch)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
     try:
-        outputs = [run.program(batch) for batch in placed[1:]]
+        outputs = [run.program(batch) for batch in placed[2:]]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.isfinite(output.loss) for output in outputs)
@@ -182,3 +207,105 @@ def test_the_same_steps_end_in_the_same_bits(on_gpu: Callable[..., Run], words: 
     assert losses[0] == losses[1]
     for name, parameter in runs[0].parameters.items():
         assert torch.equal(parameter, runs[1].parameters[name]), name
+
+
+# ---- recorded programs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(make_config: Callable[..., Config]) -> EagerRuntime:
+    """A runtime that records."""
+    return EagerRuntime(make_config("hw=gpu").hw)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize(
+    "words", [[], ["model.base=nf4"], ["model.remat=layer_inputs"], ["model.remat=save_dots"], ["lora=none"]], ids=str
+)
+def test_a_recorded_step_is_the_same_bits(on_gpu: Callable[..., Run], words: list[str], accumulation: int) -> None:
+    given = [random_batch(number, lr=1e-3, dropout=0.1, accumulation=accumulation) for number in range(STEPS)]
+    runs = [on_gpu("model=qwen05b", "model.dtype=bfloat16", *words, graphs) for graphs in GRAPHS]
+    losses = [run.losses(given) for run in runs]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == STEPS
+    for name, parameter in runs[0].parameters.items():
+        assert torch.equal(parameter, runs[1].parameters[name]), name
+
+
+def test_a_recorded_step_starts_few_operations(on_gpu: Callable[..., Run]) -> None:
+    """What the recording is for; a program that never is recorded gives the same numbers."""
+    started = []
+    for graphs in GRAPHS:
+        run = on_gpu("model=qwen05b", graphs)
+        given = [run.runtime.put(batch, rows_dim=1) for batch in batches()]
+        for batch in given[:2]:
+            run.program(batch)
+        with torch.profiler.profile(acc_events=True) as profile:
+            run.program(given[2])
+        started.append(sum(event.count for event in profile.key_averages() if event.key.startswith("aten::")))
+    assert started[0] < 100 < 1000 < started[1]
+
+
+def test_outputs_outlive_the_next_call(runtime: EagerRuntime) -> None:
+    program = runtime.program(lambda batch: {"twice": 2 * batch["x"]}, name="doubled")
+    outputs = [program({"x": torch.full((3,), float(n), device="cuda")})["twice"] for n in range(5)]
+    assert [float(out[0]) for out in outputs] == [0, 2, 4, 6, 8]
+
+
+def test_tensors_that_are_replaced_are_read_anew(runtime: EagerRuntime) -> None:
+    held = {"w": torch.zeros(3, device="cuda")}
+    program = runtime.program(lambda batch: held["w"] + batch["x"], name="added", held=lambda: held)
+    for number in range(30):
+        if number % 3 == 0:
+            held["w"] = torch.full((3,), 100.0 * number, device="cuda")
+        held["w"] += 1
+        out = program({"x": torch.full((3,), float(number), device="cuda")})
+        assert out.tolist() == [100 * (number - number % 3) + number % 3 + 1 + number] * 3
+
+
+def test_shapes_have_recordings_of_their_own(runtime: EagerRuntime) -> None:
+    program = runtime.program(lambda batch: batch["x"].sum(), name="sum")
+    for number in range(12):
+        assert float(program({"x": torch.ones(number % 3 + 1, device="cuda")})) == number % 3 + 1
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_recorded_loop_carries_and_stacks(runtime: EagerRuntime, reverse: bool) -> None:
+    """Carried values that change places, a y that is the value before, a loop in a loop, and one after it."""
+
+    def body(carry, xs, consts):
+        a, b = carry
+        (inner,), _ = runtime.loop(lambda c, x, _: ((c[0] * x[0],), ()), carry=(xs[0] * 0 + 1,), xs=(consts[0],))
+        return (b, a + xs[0] + inner), (a, xs[0])
+
+    def function(batch):
+        first = batch["x"] * 2
+        (a, b), ys = runtime.loop(
+            body, carry=(first[0], first[1]), xs=(first,), consts=(batch["factors"],), reverse=reverse
+        )
+        (c,), _ = runtime.loop(lambda carry, x, _: ((carry[0] + x[0],), ()), carry=(a * b,), xs=(ys[0],))
+        return a, b, c, ys
+
+    program = runtime.program(function, name="loops")
+    for number in range(4):
+        batch = {"x": torch.arange(6.0) + number, "factors": torch.tensor([2.0, 3.0])}
+        ours = program({name: tensor.cuda() for name, tensor in batch.items()})
+        torch.testing.assert_close(ours, function(batch), check_device=False)
+
+
+def test_what_cannot_be_recorded_is_refused(runtime: EagerRuntime) -> None:
+    program = runtime.program(lambda batch: batch["x"] * float(batch["x"].sum()), name="hasty")
+    batch = {"x": torch.ones(3, device="cuda")}
+    assert program(batch).tolist() == [3, 3, 3]
+    with pytest.raises(ConfigError, match=r"hw.cuda_graphs=true; the program `hasty` cannot be recorded"):
+        program(batch)
+    assert float(torch.ones(3, device="cuda").sum()) == 3  # the GPU can be used
+
+
+def test_what_draws_from_the_generator_is_not_recorded(runtime: EagerRuntime) -> None:
+    program = runtime.program(lambda batch: torch.rand_like(batch["x"]), name="drawn")
+    drawn = []
+    for _ in range(4):
+        runtime.seed(3)
+        drawn.append(program({"x": torch.ones(3, device="cuda")}))
+    assert all(torch.equal(each, drawn[0]) for each in drawn)

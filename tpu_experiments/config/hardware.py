@@ -126,6 +126,9 @@ class HwConfig:
     attention_block: int = number(default=1024, at_least=128)
     """Largest block of queries and of keys in the attention kernel, in tokens; a multiple of 128 that fits into the
     chip's VMEM. Shorter rows are one block."""
+    cuda_graphs: bool = True
+    """Record each program of one NVIDIA GPU as a CUDA graph, which the driver starts as one; false starts each
+    operation from Python. Several GPUs and `model.remat=offload` are not recorded."""
     num_threads: int | None = number(default=None, at_least=1)
     """CPU threads per process of the eager runtime; null takes OMP_NUM_THREADS, and where that is not set,
     divides the usable cores among the processes."""

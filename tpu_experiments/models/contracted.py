@@ -82,6 +82,20 @@ def forked(x: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return out
 
 
+def summed_over(tokens: list[int], grad: Tensor, x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a weight of this data type: the products of grad and x, summed over tokens in it.
+
+    Args:
+        tokens: dimensions of both, their first ones.
+    """
+    if grad.is_cuda and dtype == torch.float32 and grad.dtype == x.dtype in (torch.bfloat16, torch.float16):
+        # A product of float32 operands takes no tensor cores, a tenth of a step of Qwen 0.5B on an H200.
+        rows, of = grad.flatten(0, len(tokens) - 1).flatten(1), x.flatten(0, len(tokens) - 1).flatten(1)
+        summed: Tensor = torch.ops.aten.mm.dtype(rows.T, of, dtype)
+        return summed.view(*grad.shape[len(tokens) :], *x.shape[len(tokens) :])
+    return contraction(grad.to(dtype), x.to(dtype), tokens, tokens)
+
+
 def _last(tensor: Tensor, count: int) -> list[int]:
     return list(range(tensor.ndim - count, tensor.ndim))
 
@@ -112,7 +126,7 @@ class _Contracted(Function):
             cast = weight.to(grad.dtype).view(*ctx.outputs, *ctx.inputs)
             of_x = contraction(grad, cast, _last(grad, len(ctx.outputs)), list(range(len(ctx.outputs))))
         if ctx.needs_input_grad[1]:
-            of_weight = contraction(grad.to(weight.dtype), x.to(weight.dtype), tokens, tokens).view(weight.shape)
+            of_weight = summed_over(tokens, grad, x, dtype=weight.dtype).view(weight.shape)
         if ctx.needs_input_grad[2]:
             of_bias = grad.to(ctx.bias_dtype).sum(tokens).flatten()
         return of_x, of_weight, of_bias, None, None
@@ -132,7 +146,7 @@ class _Together(Function):
         low, weight, b = ctx.saved_tensors
         both = _beside(weight, b, grad.dtype, first=ctx.first, width=ctx.width)
         tokens = list(range(low.ndim - 1))
-        of_b = contraction(grad.to(b.dtype), low.to(b.dtype), tokens, tokens)
+        of_b = summed_over(tokens, grad, low, dtype=b.dtype)
         return contraction(grad, both, [grad.ndim - 1], [0]), None, of_b, None
 
 
@@ -150,7 +164,7 @@ class _Forked(Function):
         both = torch.cat([weight.to(grad.dtype), a.to(grad.dtype)])
         of_x = contraction(torch.cat([grad, of_low], -1), both, [grad.ndim - 1], [0])
         tokens = list(range(grad.ndim - 1))
-        return of_x, None, contraction(of_low.to(a.dtype), x.to(a.dtype), tokens, tokens)
+        return of_x, None, summed_over(tokens, of_low, x, dtype=a.dtype)
 
 
 def _beside(weight: Tensor, b: Tensor, dtype: torch.dtype, *, first: int, width: int) -> Tensor:

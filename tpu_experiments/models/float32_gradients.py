@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from tpu_experiments.models.contracted import into_heads, out_of_heads
+from tpu_experiments.models.contracted import into_heads, out_of_heads, summed_over
 from tpu_experiments.runtime.stacked import is_adapter_part, is_side_tensor
 
 OF_HEADS = (into_heads, out_of_heads)
@@ -49,9 +49,15 @@ class _Product(Function):
         rows = grad.flatten(0, -2)
         return (
             grad @ weight.to(grad.dtype) if of_x else None,
-            rows.to(weight.dtype).T @ x.flatten(0, -2).to(weight.dtype) if of_weight else None,
+            _of_weight(rows, x.flatten(0, -2), weight.dtype) if of_weight else None,
             rows.to(ctx.bias_dtype).sum(0) if of_bias else None,
         )
+
+
+def _of_weight(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.is_cuda:
+        return summed_over([0], rows, x, dtype=dtype)
+    return rows.to(dtype).T @ x.to(dtype)
 
 
 def grouped_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -91,8 +91,10 @@ class RecomputedLayers(nn.Module):
         if not torch.is_grad_enabled():
             return compute(hidden)
         contexts = partial(create_selective_checkpoint_contexts, self._policy) if self._names else noop_context_fn
+        # Nothing that is recorded draws from the generator (runtime/cuda_graphs.py), whose state cannot be read there.
+        drawing = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
         with save_on_cpu(pin_memory=hidden.is_cuda) if self._offload else nullcontext():
-            return checkpoint(compute, hidden, use_reentrant=False, context_fn=contexts)
+            return checkpoint(compute, hidden, use_reentrant=False, context_fn=contexts, preserve_rng_state=drawing)
 
     def _note_projections(self, layer: nn.Module) -> None:
         """Let projections whose output is saved tell, while they compute, the rank of their adapter."""

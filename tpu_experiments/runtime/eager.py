@@ -18,6 +18,7 @@ from tpu_experiments.config.data_schema import LoaderConfig
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Program, Shape
 from tpu_experiments.runtime.boxes import Box
+from tpu_experiments.runtime.cuda_graphs import GraphProgram, Graphs
 from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, unconstrained
@@ -45,7 +46,10 @@ class EagerRuntime:
         self.device = torch.device(f"cuda:{self.rank}" if hw.device == "cuda" else "cpu")
         if hw.device == "cpu":
             torch.set_num_threads(hw.num_threads or threads_of(self.world_size))
-        self.loop: Loop = python_loop
+        self._graphs: Graphs | None = None
+        if hw.device == "cuda" and hw.cuda_graphs and self.world_size == 1:
+            self._graphs = Graphs()
+        self.loop: Loop = python_loop if self._graphs is None else self._graphs.loop
         self.constrain: Constrain = unconstrained
         self.folding: Folding | None = None
         self._profile: torch.profiler.profile | None = None
@@ -82,6 +86,9 @@ class EagerRuntime:
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
+        if self._graphs is not None:
+            return GraphProgram(self._graphs, function, name=name, held=held)
+
         def run(batch: Batch, *, on_output: Callable[[Out], None] | None = None) -> Out:
             with torch.profiler.record_function(name):
                 out = function(batch)

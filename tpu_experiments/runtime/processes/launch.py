@@ -9,6 +9,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.bugs import write_traceback
@@ -62,7 +63,9 @@ def make_runtime(config: Config, *, process: int = 0) -> Runtime:
         )
     from tpu_experiments.runtime.eager import EagerRuntime
 
-    return EagerRuntime(config.hw)
+    # Layers' inputs are sent to the host in operations that wait for them.
+    is_recorded = config.hw.cuda_graphs and config.model.remat != "offload"
+    return EagerRuntime(replace(config.hw, cuda_graphs=is_recorded))
 
 
 def _xla_child(index: int, ticket: Ticket, main: Main, config: Config, args: tuple[Any, ...]) -> None:
