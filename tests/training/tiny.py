@@ -12,6 +12,7 @@ from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.dropout import NOISE
+from tpu_experiments.models.room import with_adapters
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.adamw import AdamW
@@ -24,7 +25,8 @@ ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
 def built(config: Config, runtime: Any) -> BuiltModel:
     """The configured model on the runtime's device."""
     source = model_source(config)
-    return build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
+    given: dict[str, Any] = {"place": runtime.place, "folding": runtime.folding, "is_trained": True}
+    return build_model(source, lora=config.lora, seed=config.seed, **given)
 
 
 def plain_config(run: "Run") -> Any:
@@ -95,8 +97,11 @@ class Run:
         return {**self.parameters, **flat(self.state)}
 
     def _in_place(self, batch: Mapping[str, Tensor]) -> Any:
-        parameters, state, output = self.step(self.parameters, self.state, batch)
+        weights = self.model.weights_with_adapters()
+        with with_adapters(weights):
+            parameters, state, output = self.step(self.parameters, self.state, batch)
         commit(self.parameters, self.state, new=(parameters, state))
+        self.model.keep_weights(weights)
         return output
 
     def losses(self, batches: list[dict[str, Tensor]]) -> list[float]:

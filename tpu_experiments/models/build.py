@@ -33,8 +33,9 @@ from tpu_experiments.models.lora import (
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
+from tpu_experiments.models.room import ROOM
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
-from tpu_experiments.runtime.ops import Folding, PlaceTensor, apart
+from tpu_experiments.runtime.ops import Folding, InPlace, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
 
 STARTS = ("pissa", "loftq")
@@ -141,6 +142,27 @@ class BuiltModel:
     order: tuple[str, ...] = ()
     """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
     tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
+    in_place: InPlace | None = None
+    """Writes adapters into weights that have room for them (models/room.py); None where no weight has."""
+
+    def weights_with_adapters(self) -> dict[str, Tensor]:
+        """Return the weights that have room with their adapters' current values in it, by the adapters' paths.
+
+        A step computes with them (`room.with_adapters`), and gives them back to `keep_weights`.
+        """
+        found: dict[str, Tensor] = {}
+        if self.in_place is not None:
+            for adapter in adapters_with_room(self.module):
+                trained = (self.trainable[f"{adapter.path}.{part}"].detach() for part in (A, B))
+                part, at = adapter.in_room(*trained)
+                found[adapter.path] = self.in_place.write(part, into=adapter.weight, at=at)
+        return found
+
+    def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write a step's weights into the device's, in place: XLA reuses their buffers."""
+        with torch.no_grad():
+            for adapter in adapters_with_room(self.module) if weights else ():
+                adapter.weight.copy_(weights[adapter.path])
 
     @property
     def taken_out(self) -> dict[str, Tensor]:
@@ -198,12 +220,14 @@ def build_model(
     seed: int,
     place: PlaceTensor,
     folding: Folding | None = None,
+    is_trained: bool = False,
 ) -> BuiltModel:
     """Load `source` onto the device and return its module and trainable parameters.
 
     Args:
         place: uploads one host tensor with the sharding of the parameter of that name.
         folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked, for plain torch.
+        is_trained: whether steps will train the adapters, which weights then have room for where that pays.
     """
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
@@ -229,17 +253,45 @@ def build_model(
             saved=chosen.saved,
             group=chosen.stack_group,
         )
+    in_place = folding.in_place if folding is not None and is_trained and chosen.stack == "unrolled" else None
+    if in_place is not None:
+        take_room(module, in_place)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(
         source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial, quantised=quantised
     )
     marks: dict[str, str] = {}
-    trainable = placed_weights(module, weights, place=place, marks=marks)
+    trainable = placed_weights(module, with_room(module, weights), place=place, marks=marks)
     placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
     is_reduced = lora.init == "pissa"
-    return BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
+    made = BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
+    if in_place is not None and adapters_with_room(module):
+        made.in_place = in_place
+        in_place.kept.clear()
+        in_place.kept.update({f"{part.path}.weight": part.weight for part in adapters_with_room(module)})
+    return made
+
+
+def adapters_with_room(module: nn.Module) -> list[LoraLinear]:
+    """Return the adapters whose weights have room for them."""
+    return [part for part in module.modules() if isinstance(part, LoraLinear) and part.room]
+
+
+def take_room(module: nn.Module, in_place: InPlace) -> None:
+    """Choose the weights that are stored with room for their adapters; none that is sharded."""
+    for part in module.modules():
+        if isinstance(part, LoraLinear) and in_place.is_whole(f"{part.path}.weight", tuple(part.weight.shape)):
+            part.take_room()
+
+
+def with_room(module: nn.Module, weights: Iterator[Named]) -> Iterator[Named]:
+    """Yield weights as they are stored: some with columns or rows of zeros at their end."""
+    wider = {f"{part.path}.weight": (0, ROOM, 0, 0) for part in adapters_with_room(module) if part.room == "columns"}
+    wider |= {f"{part.path}.weight": (0, 0, 0, ROOM) for part in adapters_with_room(module) if part.room == "rows"}
+    for item in weights:
+        yield Named(item.name, nn.functional.pad(item.tensor, wider[item.name])) if item.name in wider else item
 
 
 def work_on_heads(module: nn.Module) -> None:
@@ -324,9 +376,13 @@ def placed_weights(
             marks |= {} if item.tensor.is_meta else fingerprints(item.name, item.tensor)  # a plan has no values
             trainable[item.name] = place(item.tensor.to(torch.float32), name=item.name)
         else:
-            owner, _, leaf = item.name.rpartition(".")
-            frozen = nn.Parameter(place(item.tensor, name=item.name), requires_grad=False)
-            module.get_submodule(owner)._parameters[leaf] = frozen
+            path, _, leaf = item.name.rpartition(".")
+            owner: Any = module.get_submodule(path)
+            frozen = place(item.tensor, name=item.name)
+            # A Parameter is an alias of the tensor. In spmd torch_xla writes to the tensor behind it, and a program's
+            # result replaces what the alias has: one that steps write into has to be the tensor itself.
+            is_written = leaf == "weight" and bool(getattr(owner, "room", ""))
+            owner._parameters[leaf] = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
         passed_bytes += item.tensor.nbytes
         del item  # otherwise it stays allocated while the next tensor is read
         if passed_bytes >= TRIM_BYTES:

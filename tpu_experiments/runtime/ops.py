@@ -155,6 +155,19 @@ class HostMemory:
     fetch: Callable[[Tensor], Tensor] = identity
 
 
+class InPlace(Protocol):
+    """Writes into tensors that stay on the device, in their own buffers."""
+
+    kept: dict[str, Tensor]
+    """Tensors that one program writes and all may read; the runtime hands every program their current values."""
+
+    def is_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether every device has the whole parameter of this name: parts of others cannot be written."""
+
+    def write(self, part: Tensor, *, into: Tensor, at: tuple[int, int]) -> Tensor:
+        """Return a matrix with `part` in it from a row and a column on; it takes the buffer of `into`, if donated."""
+
+
 @dataclass(frozen=True)
 class Folding:
     """What layers that are folded into one loop body need from the device that runs them."""
@@ -166,6 +179,8 @@ class Folding:
     host: HostMemory = HostMemory()
     row_shards: int = 1
     """Number of parts that the rows of a batch are split into inside one program."""
+    in_place: InPlace | None = None
+    """None where a program cannot write into a part of a tensor."""
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.bitnet import MIX, ternary_shares
 from tpu_experiments.models.dropout import NOISE, THRESHOLDS
+from tpu_experiments.models.room import weights_with_adapters, with_adapters
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
@@ -256,15 +257,17 @@ class TrainStep:
 
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
-        names = row_tensors(batch)
+        names, weights = row_tensors(batch), weights_with_adapters()
 
         def loss_of(leaves: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[Tensor, Tensor]:
             rows = dict(zip(names, tensors, strict=True))
-            sums_R, _ = self.row_loss(self.module, dict(zip(parameters, leaves, strict=True)), rows)
+            with with_adapters(dict(zip(weights, others[1:], strict=True))):
+                sums_R, _ = self.row_loss(self.module, dict(zip(parameters, leaves, strict=True)), rows)
             return mean_loss(sums_R, others[0]), sums_R
 
         xs = tuple(batch[k] for k in names)
-        return summed_gradients(loss_of, tuple(parameters.values()), xs, (total,), loop=self.loop)
+        others = (total, *weights.values())
+        return summed_gradients(loss_of, tuple(parameters.values()), xs, others, loop=self.loop)
 
 
 def summed_gradients(

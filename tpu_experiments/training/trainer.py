@@ -44,6 +44,7 @@ from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.recomputed import is_recomputed
+from tpu_experiments.models.room import with_adapters
 from tpu_experiments.objectives.base import (
     Objective,
     groups_of,
@@ -281,6 +282,7 @@ class Trainer:
             seed=self.config.seed,
             place=self.runtime.place,
             folding=self.runtime.folding,
+            is_trained=True,
         )
 
     def build_evaluator(self) -> Evaluator:
@@ -387,9 +389,16 @@ class Trainer:
 
     def step_in_place(self, batch: Mapping[str, Tensor]) -> StepOutput:
         """Run one optimizer step and update the device's tensors in place."""
-        parameters, state, output = self.step(self.parameters, self.state, batch)
+        parameters, state, output, weights = self.stepped(batch)
         commit(self.parameters, self.state, new=(parameters, state))
+        self.model.keep_weights(weights)
         return output
+
+    def stepped(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], State, StepOutput, Mapping[str, Tensor]]:
+        """Return the new values of one optimizer step, and the weights that it wrote adapters into (models/room.py)."""
+        weights = self.model.weights_with_adapters()
+        with with_adapters(weights):
+            return *self.step(self.parameters, self.state, batch), weights
 
     # ---- the run --------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class XlaRuntime:
         folding = folding_on(xr.device_type(), hw=hw, mesh=mesh, table=self._table)
         self.folding: Folding | None = folding
         self.loop, self.constrain = folding.loop, folding.constrain
+        self._kept = folding.in_place.kept if folding.in_place is not None else {}
         self.closures = Closures()
         self.compiles = Compiles(policy=on_recompile, cache_folder=compile_cache, trace_every=trace_every)
 
@@ -161,7 +162,12 @@ class XlaRuntime:
     def program(self, function: Callable[[Batch], Out], *, name: str, held: Held = dict) -> Program[Out]:
         if self.hosts.size > 1:  # a host has only its own shards of a result, and reads results by itself
             function = replicated_results(function, constrain=self.constrain)
-        return XlaProgram(function, name=name, compiles=self.compiles, held=held, closures=self.closures)
+        kept = self._kept
+
+        def every() -> dict[str, Tensor]:
+            return {**held(), **kept}
+
+        return XlaProgram(function, name=name, compiles=self.compiles, held=every, closures=self.closures)
 
     def expect(self, shapes: Mapping[str, set[Shape]]) -> None:
         self.compiles.expect(shapes)

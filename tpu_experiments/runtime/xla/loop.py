@@ -33,6 +33,7 @@ from tpu_experiments.runtime.ops import (
 )
 from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.runtime.sharding import ShardingTable
+from tpu_experiments.runtime.xla.in_place import XlaInPlace
 from tpu_experiments.runtime.xla.layout import constraints_over
 
 NAMES = {
@@ -213,5 +214,7 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
     if hw.parallel == "spmd":
         loop, constrain, shards = loop_for(device, mesh=mesh), constraints_over(mesh), mesh.num_shards
     else:
-        loop, constrain, shards = loop_for(device, mesh=Mesh()), unconstrained, 1
-    return Folding(loop, constrain, table.axes, host_memory_for(device), shards)
+        mesh = Mesh()
+        loop, constrain, shards = loop_for(device, mesh=mesh), unconstrained, 1
+    in_place = XlaInPlace(mesh, table.axes)
+    return Folding(loop, constrain, table.axes, host_memory_for(device), shards, in_place)

@@ -132,7 +132,7 @@ def lowered_pack(pack: Pack, *, shape: Shape) -> Lowered:
     batch["scales"] = torch.empty(len(trainers), device="meta")
     batch["thresholds"] = torch.empty(len(trainers), dtype=torch.int32, device="meta")
 
-    def stepped(sent: Mapping[str, Tensor]) -> list[tuple[dict[str, Tensor], Any, dict[str, Tensor]]]:
+    def stepped(sent: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
         found = step(
             [trainer.parameters for trainer in trainers],
             [trainer.state for trainer in trainers],
@@ -140,7 +140,7 @@ def lowered_pack(pack: Pack, *, shape: Shape) -> Lowered:
             scales=sent["scales"],
             thresholds=sent["thresholds"],
         )
-        return [(parameters, state, vars(report)) for parameters, state, report in found]
+        return [(parameters, state, vars(report), {}) for parameters, state, report in found]
 
     lowered: Lowered = pack.runtime.lower(  # type: ignore[attr-defined]  # a plan's
         stepped,
@@ -219,14 +219,15 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         module.train()
 
 
-def stepped(trainer: Any, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any, dict[str, Tensor]]:
-    """Return the new parameters, new optimizer state and report of one step."""
-    parameters, state, report = trainer.step(trainer.parameters, trainer.state, batch)
-    return parameters, state, vars(report)
+def stepped(trainer: Any, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return the new parameters, new optimizer state and report of one step, and the weights that it writes into."""
+    parameters, state, report, weights = trainer.stepped(batch)
+    return parameters, state, vars(report), weights
 
 
-def renewed(trainer: Any, out: tuple[dict[str, Tensor], Any, dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return (old tensor, new tensor) for everything that `commit` updates in place."""
-    parameters, state, _ = out
+def renewed(trainer: Any, out: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Return (old tensor, new tensor) for everything that a step updates in place."""
+    parameters, state, _, weights = out
     pairs = [(trainer.parameters[name], new) for name, new in parameters.items()]
+    pairs += [(trainer.model.module.get_submodule(path).weight, new) for path, new in weights.items()]
     return pairs + [(trainer.state[n][slot], new) for n, slots in state.items() for slot, new in slots.items()]

@@ -1,0 +1,212 @@
+"""Weights stored with room for their adapter compute what weight and adapter compute apart, and stay what they are."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_contracted import outcome, random
+from tests.training.tiny import Run, built, random_batch
+from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.config.schema import Config
+from tpu_experiments.models import build, lora
+from tpu_experiments.models.lora import LoraLinear, Siblings
+from tpu_experiments.models.room import below, beside, weights_with_adapters, with_adapters
+from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+
+pytestmark = pytest.mark.xla
+ROOM = 32
+WORDS = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "model.stack=unrolled")
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room beside weights of 64 by 128, where a model of its size would have none."""
+    monkeypatch.setattr(lora, "LEAST", 1)
+    for module in (lora, build):
+        monkeypatch.setattr(module, "ROOM", ROOM)
+
+
+@pytest.fixture
+def xla(make_config: Callable[..., Config]) -> Any:
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+
+    config = make_config()
+    return XlaRuntime(config.hw, sharding=config.sharding)
+
+
+@pytest.fixture
+def eager(make_config: Callable[..., Config]) -> EagerRuntime:
+    return EagerRuntime(make_config("hw.runtime=eager").hw)
+
+
+def rooms(module: torch.nn.Module) -> dict[str, str]:
+    """What each adapter of the first layer has room for."""
+    adapters = [part for part in module.modules() if isinstance(part, LoraLinear) and ".0." in part.path]
+    return {part.leaf: part.room for part in adapters if part.room}
+
+
+BOTH = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_beside_is_a_weight_and_an_adapter(device: str) -> None:
+    x, low, weight, b = random(2, 6, 8), random(2, 6, 6), random(15, 8), random(15, 2)
+
+    def ours(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+        """The second of three adapters."""
+        joined = torch.cat([x, low, torch.zeros_like(low)], -1).detach()
+        room = torch.cat([torch.zeros_like(b), b.detach(), torch.zeros_like(b).repeat(1, 4)], 1)
+        return beside(joined, x, low[..., 2:4], torch.cat([weight, room], 1), b)
+
+    def apart(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x, weight) + F.linear(low[..., 2:4], b)
+
+    tensors = [x, low, weight, b]
+    for found, expected in zip(
+        outcome(ours, tensors, torch.device(device), of=[0, 1, 3]),
+        outcome(apart, tensors, torch.device("cpu"), of=[0, 1, 3]),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_below_is_a_weight_and_an_adapter(device: str) -> None:
+    x, weight, a = random(2, 6, 8), random(15, 8), random(2, 8)
+
+    def ours(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        room = torch.cat([a.detach(), torch.zeros_like(a)])
+        return torch.cat(below(x, torch.cat([weight, room]), a, outputs=15), -1)
+
+    def apart(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, weight), F.linear(x, a)], -1)
+
+    for found, expected in zip(
+        outcome(ours, [x, weight, a], torch.device(device), of=[0, 2]),
+        outcome(apart, [x, weight, a], torch.device("cpu"), of=[0, 2]),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
+    """Each one's values are then multiplied by its own columns all the same."""
+    layers = [
+        LoraLinear(torch.nn.Linear(64, 128, bias=False), r=4, scale=2.0, dropout=0.0, name=f"layers.0.mlp.{leaf}")
+        for leaf in ("gate_proj", "up_proj")
+    ]
+    siblings = Siblings(layers)
+    for layer in layers:
+        layer.siblings = siblings
+        layer.lora_A.data, layer.lora_B.data = random(4, 64), random(128, 4)
+    xs = [random(2, 3, 64)] * 2 if is_shared else [random(2, 3, 64), random(2, 3, 64) + 1]
+    expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    held = {}
+    for layer in layers:
+        layer.take_room()
+        part, (row, column) = layer.in_room(layer.lora_A.detach(), layer.lora_B.detach())
+        held[layer.path] = F.pad(layer.weight.detach(), (0, ROOM))
+        held[layer.path][row : row + len(part), column : column + part.shape[1]] = part
+    with with_adapters(held):
+        found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    assert not weights_with_adapters()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "accumulation", "expected"),
+    [
+        ((), 1, BOTH),
+        ((), 3, BOTH),
+        (("lora.dropout=0.1",), 2, {"gate_proj": "columns", "up_proj": "columns"}),
+        (("lora.targets=[up_proj,down_proj]",), 2, {"up_proj": "columns", "down_proj": "rows"}),
+    ],
+    ids=str,
+)
+def test_steps_and_evaluations_are_those_of_plain_torch(
+    make_config: Callable[..., Config],
+    xla: Any,
+    eager: EagerRuntime,
+    words: tuple[str, ...],
+    accumulation: int,
+    expected: dict[str, str],
+) -> None:
+    """Evaluations between steps read the same weights without what steps wrote into them."""
+    config = make_config(*WORDS, *words)
+    dropout = config.lora.dropout
+    runs = [Run(config, runtime) for runtime in (xla, eager)]
+    assert [rooms(run.model.module) for run in runs] == [expected, {}]
+    before = {part.path: part.frozen_weight.cpu().clone() for part in with_room(runs[0])}
+    losses = [list(trained(run, accumulation=accumulation, dropout=dropout)) for run in runs]
+    assert torch.tensor(losses[0]).sub(torch.tensor(losses[1])).abs().max() < 1e-5
+    for part in with_room(runs[0]):
+        assert torch.equal(part.frozen_weight.cpu(), before[part.path])
+    for name, value in runs[1].parameters.items():
+        torch.testing.assert_close(runs[0].parameters[name].cpu(), value, atol=1e-4, rtol=0)
+
+
+def with_room(run: Run) -> list[LoraLinear]:
+    return build.adapters_with_room(run.model.module)
+
+
+def trained(run: Run, *, accumulation: int, dropout: float, steps: int = 8) -> Iterator[float]:
+    """Losses of steps, and of evaluations between them."""
+
+    def evaluated(batch: Any) -> Tensor:
+        with torch.no_grad():
+            return next_token_loss(run.model.module, run.parameters, batch)[0].sum()
+
+    evaluate = run.runtime.program(evaluated, name="evaluate", held=lambda: run.parameters)
+    for number in range(steps):
+        (loss,) = run.losses([random_batch(number, accumulation=accumulation, rows=2, dropout=dropout)])
+        yield loss
+        if number % 3 == 1:
+            run.model.module.eval()
+            batch = {name: tensor[0] for name, tensor in random_batch(99).items() if tensor.ndim == 3}
+            yield float(evaluate(run.runtime.put(batch, rows_dim=0)).cpu()) / 1000
+            run.model.module.train()
+
+
+def test_a_step_writes_the_adapters_into_the_device_s_weights(make_config: Callable[..., Config], xla: Any) -> None:
+    """Otherwise every step would copy all weights."""
+    run = Run(make_config(*WORDS), xla)
+    run.losses([random_batch(0), random_batch(1)])
+    names = {part.leaf: part for part in with_room(run) if ".0." in part.path}
+    before = {name: tensor.cpu().clone() for name, tensor in run.parameters.items()}
+    run.losses([random_batch(2)])
+    up, down = names["up_proj"], names["down_proj"]
+    b, a = before[f"{up.path}.lora_B"], before[f"{down.path}.lora_A"]
+    assert b.abs().max() > 0
+    assert torch.equal(up.weight.cpu()[:, 64 + 8 : 64 + 16], b), "after the columns of gate_proj"
+    assert torch.equal(down.weight.cpu()[64 : 64 + 8], a * down.scale)
+
+
+def test_others_have_no_room(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpu_experiments.runtime.xla.in_place import XlaInPlace
+
+    config = make_config(*WORDS)
+    assert rooms(built(config, xla).module) == BOTH
+    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",), ("model.stack=scanned",)):
+        assert "columns" not in rooms(built(make_config(*WORDS, *words), xla).module).values(), words
+    folding = xla.folding
+    sharded = XlaInPlace(Mesh(fsdp=4), lambda name, shape: (("fsdp",), None))
+    for other in (replace(folding, in_place=sharded), replace(folding, in_place=None)):
+        monkeypatch.setattr(xla, "folding", other)
+        assert rooms(built(config, xla).module) == {}
+    monkeypatch.setattr(xla, "folding", folding)
+    monkeypatch.setattr(lora, "LEAST", 65)
+    assert rooms(built(config, xla).module) == {}
