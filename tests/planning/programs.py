@@ -131,9 +131,15 @@ def lowered_by_run(config: Config) -> dict[str, bytes]:
     torch_xla.sync()
     runtime.wait()
     report = trainer.step_in_place(batch)
-    changed = [*trainer.parameters.values(), *tree_leaves(trainer.state)]
+    changed = [*trainer.parameters.values(), *tree_leaves(trainer.state), *written(runtime)]
     tensors = [tensor for tensor in [*changed, *vars(report).values()] if isinstance(tensor, torch.Tensor)]
     return {f"train {tuple(batch['ids'].shape)}": torch_xla._XLAC._get_xla_tensors_hlo_proto(tensors)}
+
+
+def written(runtime: Any) -> list[Any]:
+    """Weights that a step writes its adapters into."""
+    in_place = runtime.folding.in_place
+    return [] if in_place is None else list(in_place.kept.values())
 
 
 def hlo_text(proto: bytes) -> str:
