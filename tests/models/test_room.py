@@ -47,9 +47,9 @@ def eager(make_config: Callable[..., Config]) -> EagerRuntime:
 
 
 def rooms(module: torch.nn.Module) -> dict[str, str]:
-    """What each adapter of the first layer has room for."""
+    """What the adapters of the first layer have room for."""
     adapters = [part for part in module.modules() if isinstance(part, LoraLinear) and ".0." in part.path]
-    return {part.leaf: part.room for part in adapters if part.room}
+    return {part.leaf: part.room for part in adapters}
 
 
 BOTH = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
@@ -114,7 +114,7 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
     expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     held = {}
     for layer in layers:
-        layer.take_room()
+        layer.take_room(f"layers.0.mlp.{layer.leaf}")
         part, (row, column) = layer.in_room(layer.lora_A.detach(), layer.lora_B.detach())
         held[layer.path] = F.pad(layer.weight.detach(), (0, ROOM))
         held[layer.path][row : row + len(part), column : column + part.shape[1]] = part

@@ -281,9 +281,9 @@ def adapters_with_room(module: nn.Module) -> list[LoraLinear]:
 
 def take_room(module: nn.Module, in_place: InPlace) -> None:
     """Choose the weights that are stored with room for their adapters; none that is sharded."""
-    for part in module.modules():
-        if isinstance(part, LoraLinear) and in_place.is_whole(f"{part.path}.weight", tuple(part.weight.shape)):
-            part.take_room()
+    for path, part in module.named_modules():
+        if isinstance(part, LoraLinear) and in_place.is_whole(f"{path}.weight", tuple(part.weight.shape)):
+            part.take_room(path)
 
 
 def with_room(module: nn.Module, weights: Iterator[Named]) -> Iterator[Named]:
