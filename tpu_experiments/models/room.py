@@ -104,7 +104,8 @@ class _Below(Function):
         x, weight, a = ctx.saved_tensors
         empty = len(weight) - grad.shape[-1] - of_low.shape[-1]
         joined = torch.cat([grad, F.pad(of_low, (0, empty))], dim=-1)
-        # With a sum behind it (of 0, but of NaN where a gradient is not finite) the product goes on to the gradients of
-        # gate_proj and up_proj; without, XLA computes these in a pass of their own, 251 us of 2,600 a layer.
+        # With a sum behind it XLA computes the gradients of gate_proj's and up_proj's outputs as the product ends, else
+        # in a pass of their own: 251 us a layer, 22 ms of a step of Mistral 7B on v6e-8. What is added is 0, or NaN
+        # where the gradient is not finite, so that the step is skipped with and without it.
         of_x = contraction(joined, weight, [grad.ndim - 1], [0]) + of_low.flatten()[0] * 0
         return of_x, None, summed_over(list(range(grad.ndim - 1)), of_low, x, dtype=a.dtype), None

@@ -71,11 +71,10 @@ class Recording:
         self._begin()
         try:
             out = function(self._inputs)
+            self._end()
         except BaseException:
             self._abandon()
             raise
-        else:
-            self._end()
         finally:
             graphs.recording = None
         self._leaves, self._build = flattened(out)
