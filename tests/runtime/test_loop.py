@@ -1,5 +1,7 @@
 """Both loops against a written-out one: carry, ys, consts, order, types, autograd inside, loops inside, one program."""
 
+import threading
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -143,6 +145,27 @@ def test_loops_and_autograd_inside_a_loop(kind):
         (found_grads,), (found,) = nested(python_loop, rows=rows, targets=targets, weights=weights)
     torch.testing.assert_close(found.cpu(), losses)
     torch.testing.assert_close(found_grads.cpu(), grads, atol=1e-6, rtol=1e-5)
+
+
+def test_a_body_is_differentiated_in_the_calling_thread():
+    """Autograd's own thread keeps gradients for a moment, and a sync within it has crashed the process."""
+    import torch_xla
+
+    from tpu_experiments.runtime.xla.loop import xla_loop
+
+    threads = []
+
+    def body(carry, x, consts):
+        with torch.enable_grad():
+            leaf = x[0].detach().requires_grad_()
+            leaf.register_hook(lambda grad: threads.append(threading.get_ident()))
+            (grad,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
+        return carry, (grad,)
+
+    rows = draw(3, 2)
+    _, (found,) = xla_loop(body, carry=(), xs=(rows.to(torch_xla.device()),))
+    assert set(threads) == {threading.get_ident()}
+    torch.testing.assert_close(found.cpu(), 2 * rows)
 
 
 def test_a_nested_loop_is_one_program_and_is_compiled_once():
