@@ -12,10 +12,10 @@ REPOSITORY = Path(__file__).parents[2]
 FULL = ("model=mistral7b", "model.init=random", "data=uk_law", "lora=none", "hw=v6e16", "hw.device=cpu")
 SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
 SIZES = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
-ROOM = ("model=qwen05b", "model.size=tiny", "model.stack=unrolled", "sharding=replicated", "lora=all_linear_r8")
-ROOM = (*ROOM, *(f"model.tiny_arch.{key}={n}" for key, n in SIZES.items()))
-"""Weights that a step writes its adapters into (models/room.py)."""
-MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",), ROOM)
+PADDED = ("model=qwen05b", "model.size=tiny", "model.stack=unrolled", "sharding=replicated", "lora=all_linear_r8")
+PADDED = (*PADDED, *(f"model.tiny_arch.{key}={n}" for key, n in SIZES.items()))
+"""Weights that a step writes its adapters into (models/padded.py)."""
+MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",), PADDED)
 
 
 def signatures(kind: str, *overrides: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Prints how far 20 steps on a mesh of virtual devices are from the same steps on one, in a process of its own.
 
-    python -m tests.training.mesh_run OVERRIDE...
+    python -m tests.training.mesh_run [--beside] OVERRIDE...
+
+With --beside, small weights too are padded to hold their adapters (models/padded.py), and at least one has to be.
 
 One JSON object: the largest difference of a loss and of a trained parameter, the losses' own movement, and what lies
 elsewhere than its rule says, after the steps.
@@ -22,17 +24,24 @@ from tpu_experiments.runtime.stacked import unstacked
 NUM_STEPS = 20
 
 
-def main(*overrides: str) -> None:
+def main(*words: str) -> None:
     """Run both and compare."""
+    overrides = [word for word in words if word != "--beside"]
+    is_beside = len(overrides) < len(words)
     config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
+    from tpu_experiments.models import build, lora
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
+    if is_beside:
+        lora.MIN_FEATURES, lora.PADDING, build.PADDING = 1, 32, 32
     rows = config.hw.num_devices
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime, optimizer=optimizer_of(config))
+    if is_beside and not build.padded_adapters(run.model.module):
+        raise RuntimeError("no weight is padded")
     losses = torch.tensor(run.losses(batches))
     misplaced = [*elsewhere(run.parameters, runtime=runtime), *elsewhere(states(run), runtime=runtime)]
     found = unstacked({name: value.cpu() for name, value in run.parameters.items()})

@@ -43,6 +43,8 @@ CASES = {
         "model.linear=lr_qat",
         "model.linear_group=16",
     ),
+    "qwen, fsdp 4, adapters beside weights": ("--beside", "model=qwen05b", LORA, "sharding=fsdp"),
+    "qwen, data 4, adapters beside weights": ("--beside", "model=qwen05b", LORA, "sharding=replicated"),
     "gemma, fsdp 2 x tensor 2, all weights": ("model=gemma3_270m", ALL, TENSOR, PAIRS),
     "llama, fsdp 4, all weights, decay by name, averages": (
         "model=llama_mini",

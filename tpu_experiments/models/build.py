@@ -31,9 +31,9 @@ from tpu_experiments.models.lora import (
     inject,
 )
 from tpu_experiments.models.low_rank_qat import grid_of
+from tpu_experiments.models.padded import PADDING
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
-from tpu_experiments.models.room import ROOM
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
 from tpu_experiments.runtime.ops import Folding, InPlace, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
@@ -57,6 +57,7 @@ def stacked_weights(
     seed: int,
     initial: dict[str, Tensor],
     quantised: Collection[str] = (),
+    wider: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[Named]:
     """Yield base weights and their adapters under the (folded) module's names, the largest first.
 
@@ -68,6 +69,7 @@ def stacked_weights(
         initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
+        wider: columns and rows of zeros that weights get, by their names in the module (`paddings`).
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
     weights = source.weights([part for name in names for part in hugging_face_names(name)])
@@ -89,7 +91,7 @@ def stacked_weights(
             for item in items:
                 if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
-                _collect(made, item, base=base.name, name=name, index=index, count=count)
+                _collect(made, item, base=base.name, name=name, index=index, count=count, wider=wider or {})
         del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
@@ -105,17 +107,27 @@ def held_as(item: Named, model: ModelConfig, *, quantised: Collection[str]) -> I
         yield Named(name, tensor)
 
 
-def _collect(made: dict[str, Tensor], item: Named, *, base: str, name: str, index: int, count: int) -> None:
+def _collect(
+    made: dict[str, Tensor],
+    item: Named,
+    *,
+    base: str,
+    name: str,
+    index: int,
+    count: int,
+    wider: Mapping[str, tuple[int, ...]],
+) -> None:
     """Copy one layer's tensor into its stack; `name` is that of the stack of `base`."""
     target = (
         name if item.name == base else name.removesuffix("weight") + item.name.removeprefix(base.removesuffix("weight"))
     )
+    tensor = nn.functional.pad(item.tensor, wider[target]) if target in wider else item.tensor
     if not is_stack(name):
-        made[target] = item.tensor
+        made[target] = tensor
         return
     if target not in made:
-        made[target] = item.tensor.new_empty(count, *item.tensor.shape)
-    made[target][index] = item.tensor
+        made[target] = tensor.new_empty(count, *tensor.shape)
+    made[target][index] = tensor
 
 
 TRIM_BYTES = 16 * 2**20
@@ -143,25 +155,25 @@ class BuiltModel:
     """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
     tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
     in_place: InPlace | None = None
-    """Writes adapters into weights that have room for them (models/room.py); None where no weight has."""
+    """Writes adapters into padded weights (models/padded.py); None where no weight is padded."""
 
     def weights_with_adapters(self) -> dict[str, Tensor]:
-        """Return the weights that have room with their adapters' current values in it, by the adapters' paths.
+        """Return the padded weights with their adapters' current values in them, by the adapters' paths.
 
-        A step computes with them (`room.with_adapters`), and gives them back to `keep_weights`.
+        A step computes with them (`padded.with_adapters`), and gives them back to `keep_weights`.
         """
         found: dict[str, Tensor] = {}
         if self.in_place is not None:
-            for adapter in adapters_with_room(self.module):
+            for adapter in written_adapters(self.module):
                 trained = (self.trainable[f"{adapter.path}.{part}"].detach() for part in (A, B))
-                part, at = adapter.in_room(*trained)
+                part, at = adapter.padding_values(*trained)
                 found[adapter.path] = self.in_place.write(part, into=adapter.weight, at=at)
         return found
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Write a step's weights into the device's, in place: XLA reuses their buffers."""
         with torch.no_grad():
-            for adapter in adapters_with_room(self.module) if weights else ():
+            for adapter in written_adapters(self.module) if weights else ():
                 adapter.weight.copy_(weights[adapter.path])
 
     @property
@@ -227,7 +239,7 @@ def build_model(
     Args:
         place: uploads one host tensor with the sharding of the parameter of that name.
         folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked, for plain torch.
-        is_trained: whether steps will train the adapters, which weights then have room for where that pays.
+        is_trained: whether steps will train the adapters, which weights are then padded to hold where that pays.
     """
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
@@ -253,45 +265,59 @@ def build_model(
             saved=chosen.saved,
             group=chosen.stack_group,
         )
-    in_place = folding.in_place if folding is not None and is_trained and chosen.stack == "unrolled" else None
+    in_place = folding.in_place if folding is not None and is_trained else None
     if in_place is not None:
-        take_room(module, in_place)
+        pad_weights(module, in_place)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(
-        source, shapes_of_base(module), adapted=adapted, lora=lora, seed=seed, initial=initial, quantised=quantised
+        source,
+        shapes_of_base(module),
+        adapted=adapted,
+        lora=lora,
+        seed=seed,
+        initial=initial,
+        quantised=quantised,
+        wider=paddings(module),
     )
     marks: dict[str, str] = {}
-    trainable = placed_weights(module, with_room(module, weights), place=place, marks=marks)
+    trainable = placed_weights(module, weights, place=place, marks=marks)
     placed_buffers(module, place=place)
     names = [name for name, p in module.named_parameters() if p.requires_grad]  # weights may come in any order
     in_order = {name: trainable[name] for name in names}
     is_reduced = lora.init == "pissa"
     made = BuiltModel(module, in_order, report, source, initial, is_reduced, marks, tuple(trainable))
-    if in_place is not None and adapters_with_room(module):
+    if in_place is not None and written_adapters(module):
         made.in_place = in_place
         in_place.kept.clear()
-        in_place.kept.update({f"{part.path}.weight": part.weight for part in adapters_with_room(module)})
+        in_place.kept.update({f"{part.path}.weight": part.weight for part in written_adapters(module)})
     return made
 
 
-def adapters_with_room(module: nn.Module) -> list[LoraLinear]:
-    """Return the adapters whose weights have room for them."""
-    return [part for part in module.modules() if isinstance(part, LoraLinear) and part.room]
+def padded_adapters(module: nn.Module) -> list[LoraLinear]:
+    """Return the adapters whose weights are padded to hold them."""
+    return [part for part in module.modules() if isinstance(part, LoraLinear) and part.padding]
 
 
-def take_room(module: nn.Module, in_place: InPlace) -> None:
-    """Choose the weights that are stored with room for their adapters; none that is sharded."""
+def written_adapters(module: nn.Module) -> list[LoraLinear]:
+    """Return the adapters that a step writes into their weights."""
+    return [part for part in padded_adapters(module) if not part.is_gathered]
+
+
+def pad_weights(module: nn.Module, in_place: InPlace) -> None:
+    """Choose the weights that are padded to hold their adapters; sharded ones in a loop over layers only."""
     for path, part in module.named_modules():
-        if isinstance(part, LoraLinear) and in_place.is_whole(f"{path}.weight", tuple(part.weight.shape)):
-            part.take_room(path)
+        if isinstance(part, LoraLinear) and (padding := part.fitting_padding()):
+            name, shape = f"{path}.weight", tuple(part.weight.shape)
+            is_whole = in_place.is_whole(name, shape)
+            along = -1 if padding == "columns" else -2
+            if is_whole or (is_stack(name) and in_place.is_gathered(name, shape, along=along)):
+                part.pad_weight(padding, path, is_gathered=not is_whole)
 
 
-def with_room(module: nn.Module, weights: Iterator[Named]) -> Iterator[Named]:
-    """Yield weights as they are stored: some with columns or rows of zeros at their end."""
-    wider = {f"{part.path}.weight": (0, ROOM, 0, 0) for part in adapters_with_room(module) if part.room == "columns"}
-    wider |= {f"{part.path}.weight": (0, 0, 0, ROOM) for part in adapters_with_room(module) if part.room == "rows"}
-    for item in weights:
-        yield Named(item.name, nn.functional.pad(item.tensor, wider[item.name])) if item.name in wider else item
+def paddings(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the columns and rows of zeros that padded weights end with, by name, as torch's `pad` takes them."""
+    by_kind: dict[str, tuple[int, ...]] = {"columns": (0, PADDING, 0, 0), "rows": (0, 0, 0, PADDING)}
+    return {f"{part.path}.weight": by_kind[part.padding] for part in padded_adapters(module)}
 
 
 def work_on_heads(module: nn.Module) -> None:
@@ -381,7 +407,7 @@ def placed_weights(
             frozen = place(item.tensor, name=item.name)
             # A Parameter is an alias of the tensor. In spmd torch_xla writes to the tensor behind it, and a program's
             # result replaces what the alias has: one that steps write into has to be the tensor itself.
-            is_written = leaf == "weight" and bool(getattr(owner, "room", ""))
+            is_written = leaf == "weight" and bool(getattr(owner, "padding", ""))
             owner._parameters[leaf] = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
         passed_bytes += item.tensor.nbytes
         del item  # otherwise it stays allocated while the next tensor is read

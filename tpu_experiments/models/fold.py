@@ -21,7 +21,9 @@ from tpu_experiments.models.bitnet import current_mix, mixed
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.scanned import compute_dtype, gathered, scan_layers
+from tpu_experiments.models.lora import A, B, LoraLinear
+from tpu_experiments.models.padded import weights_with_adapters, with_adapters
+from tpu_experiments.models.scanned import Fill, compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)
@@ -257,18 +259,42 @@ class FoldedLayers(nn.Module):
                 own[NUMBER] = torch.arange(
                     numbers.start, numbers.stop, numbers.step, dtype=torch.int32, device=hidden.device
                 )
+        written = weights_with_adapters()
         if not torch.is_grad_enabled():
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
+        for j, own in enumerate(weights):
+            own |= {f"{name}.weight": written[p.path] for name, p in self._padded(j).items() if p.path in written}
         graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
         return scan_layers(
             hidden,
             weights,
             constants,
             graphs=graphs,
+            fill=[self._filler(j, list(own)) for j, own in enumerate(weights)],
             splits=self._splits(weights),
             folding=self.folding,
             offload=self.remat == "offload",
         )
+
+    def _padded(self, j: int) -> dict[str, LoraLinear]:
+        """Return a layer's adapters that compute with a weight which holds them, by name."""
+        parts = self.layer(self.start + j).named_modules()
+        return {name: part for name, part in parts if isinstance(part, LoraLinear) and part.path}
+
+    def _filler(self, j: int, names: list[str]) -> Fill:
+        """Return a function that writes a layer's adapters into its gathered weights."""
+        gathered, in_place = {n: p for n, p in self._padded(j).items() if p.is_gathered}, self.folding.in_place
+
+        def filled(weights: Sequence[Tensor]) -> list[Tensor]:
+            if in_place is None:
+                return list(weights)
+            own = dict(zip(names, weights, strict=True))
+            for name, adapter in gathered.items():
+                part, at = adapter.padding_values(own[f"{name}.{A}"], own[f"{name}.{B}"])
+                own[f"{name}.weight"] = in_place.write(part, into=own[f"{name}.weight"], at=at)
+            return list(own.values())
+
+        return filled
 
     def _splits(self, weights: list[dict[str, Tensor]]) -> list[Axes]:
         """Return for every weight of one layer the mesh axes along which it is sharded."""
@@ -313,12 +339,16 @@ class FoldedLayers(nn.Module):
         """Return the layer's forward and backward pass as graphs, traced once for each shape."""
         template = self.layer(self.start + j)
         tensors = (hidden, *weights.values(), *constants)
-        key = (j, template.training, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        written = weights_with_adapters()
+        holding = {p.path: f"{n}.weight" for n, p in self._padded(j).items() if p.is_gathered or p.path in written}
+        key = (j, template.training, len(holding), tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         if key not in self.graphs:
             names = list(weights)
 
             def compute(hidden: Tensor, weights: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
-                return call_layer(template, hidden, dict(zip(names, weights, strict=True)), constants, spec=spec)
+                own = dict(zip(names, weights, strict=True))
+                with with_adapters({path: own[name] for path, name in holding.items()}):
+                    return call_layer(template, hidden, own, constants, spec=spec)
 
             self.graphs[key] = LayerGraph.trace(
                 compute, template, hidden, list(weights.values()), constants, remat=self.remat, saved=self.saved

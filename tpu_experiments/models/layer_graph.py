@@ -177,7 +177,8 @@ def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphM
     def cut(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **_rest: Any) -> Any:
         outputs = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)[0]
         forward = ancestors(outputs)
-        kept = [node for node in joint.graph.nodes if node in forward and (_is_primal(node) or is_kept(node, names))]
+        # The backward pass may read inputs that the forward pass does not: B, where a weight holds it (padded.py).
+        kept = [n for n in joint.graph.nodes if _is_primal(n) or (n in forward and is_kept(n, names))]
         values = [v for node in kept for v in (node.users if is_tuple(node) else [node])]
         values = [v for v in values if origin(v) is v or origin(v) not in values]
         return _extract_fwd_bwd_modules(joint, values, saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs)

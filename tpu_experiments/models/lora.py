@@ -29,8 +29,8 @@ from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
 from tpu_experiments.models.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
 from tpu_experiments.models.packed import by_adapter
+from tpu_experiments.models.padded import MIN_FEATURES, PADDING, below, beside, weights_with_adapters
 from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
-from tpu_experiments.models.room import LEAST, ROOM, below, beside, weights_with_adapters
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
@@ -41,6 +41,10 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 TOGETHER_RATIO, TOGETHER_TOKENS = 2, 4
 """Features of the wide side, and tokens, per feature of the narrow side from which the products of a frozen weight and
 of its adapter that write the wide side are one."""
+
+
+Padding = Literal["", "columns", "rows"]
+"""What a weight has more of than W, to hold B beside it or A below it (models/padded.py)."""
 
 
 class LoraLinear(nn.Module):
@@ -59,10 +63,11 @@ class LoraLinear(nn.Module):
     """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
     row_shards = 1
     """Parts that the rows of a batch are split into inside one program."""
-    room: Literal["", "columns", "rows"] = ""
-    """What the weight has more of than W, to hold B beside it or A below it (models/room.py)."""
+    padding: Padding = ""
     path = ""
-    """Where the module is in the model, if it has room: layers that are folded differ in nothing."""
+    """Where the module is in the model, if its weight is padded: layers that are folded differ in nothing."""
+    is_gathered = False
+    """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class LoraLinear(nn.Module):
         if self.input_heads:
             x = x.unflatten(-1, (self.input_heads, -1))
         if (weight := weights_with_adapters().get(self.path)) is not None:
-            return self._in_room(x, weight)
+            return self._padded_product(x, weight)
         if self._has_one_gradient(x):
             out, low = forked(x, self.frozen_weight, self.lora_A * self.scale)
             out = out + self._product(named(low, LOW), self.lora_B)
@@ -131,41 +136,45 @@ class LoraLinear(nn.Module):
 
     @property
     def frozen_weight(self) -> Tensor:
-        """W (N, K), without the room beside or below it."""
-        return self.weight[: self.out_features, : self.in_features] if self.room else self.weight
+        """W (N, K), without padding."""
+        return self.weight[..., : self.out_features, : self.in_features] if self.padding else self.weight
 
-    def take_room(self, path: str) -> None:
-        """Choose what the weight of the module at this path is stored with room for; nothing where that does not pay.
+    def fitting_padding(self) -> Padding:
+        """Choose how the weight is padded to hold the adapter; not at all where that does not pay.
 
         A step of Mistral 7B on v6e-8, r=32, takes 0.512 instead of 0.545 s (planned).
         """
         if not self.multiplies_heads or self.input_heads or self.output_heads:
-            return
+            return ""
         narrow, wide = sorted((self.in_features, self.out_features))
         members = self.siblings.members if self.siblings else [self]
-        ranks = sum(len(member.lora_A) for member in members)
-        if wide < TOGETHER_RATIO * narrow or narrow < LEAST or narrow % ROOM or ranks > ROOM:
-            return
+        ranks = sum(member.lora_A.shape[-2] for member in members)
+        if wide < TOGETHER_RATIO * narrow or narrow < MIN_FEATURES or narrow % PADDING or ranks > PADDING:
+            return ""
         if self.out_features == wide:
-            self.room = "columns"
-        elif len(members) == 1 and not self.dropout:  # dropout, which only A's inputs have, keeps gradients apart
-            self.room = "rows"
-        self.path = path if self.room else ""
+            return "columns"
+        # Dropout, which only A's inputs have, keeps gradients apart.
+        return "rows" if len(members) == 1 and not self.dropout else ""
 
-    def in_room(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the part of the adapter that the room holds, and the row and column that it begins at."""
-        if self.room == "rows":
+    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False) -> None:
+        """Have the weight of the module at this path stored with padding."""
+        self.padding, self.path, self.is_gathered = padding, path, is_gathered
+
+    def padding_values(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return the part of the adapter that the padding holds, and the row and column that it begins at."""
+        if self.padding == "rows":
             return (a * self.scale).to(self.weight.dtype), (self.out_features, 0)
         first = self.siblings.first_of(self) if self.siblings else 0
         return b.to(self.weight.dtype), (0, self.in_features + first)
 
-    def _in_room(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.room == "rows":
-            out, low = below(x, weight, self.lora_A * self.scale, outputs=self.out_features)
+    def _padded_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        in_loop = is_stack(self.path)
+        if self.padding == "rows":
+            out, low = below(x, weight, self.lora_A * self.scale, outputs=self.out_features, in_loop=in_loop)
             out = out + self._product(named(low, LOW), self.lora_B)
         else:
-            joined, low = (self.siblings or Siblings([self])).with_room(self, x)
-            out = beside(joined, x, low, weight, self.lora_B)
+            joined, low = (self.siblings or Siblings([self])).padded(self, x)
+            out = beside(joined, x, low, weight, self.lora_B, in_loop=in_loop)
         return out if self.bias is None else out + self.bias
 
     def _into_heads(self, x: Tensor, low: Tensor) -> Tensor:
@@ -335,23 +344,23 @@ class Siblings:
         self._forget()
         return joined, first
 
-    def with_room(self, member: LoraLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x` with the values of all members in its room, (..., in_features + ROOM), and those of `member`."""
+    def padded(self, member: LoraLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `x` padded with the values of all members, (..., in_features + PADDING), and those of `member`."""
         self._multiply(member, x)
         low, _ = self._lows.pop(id(member), (None, 0))
         if low is None or self._all is None:
             low, first = member.low_rank(x, member.lora_A), self.first_of(member)
-            joined = torch.cat([x, F.pad(low, (first, ROOM - first - low.shape[-1]))], dim=-1)
+            joined = torch.cat([x, F.pad(low, (first, PADDING - first - low.shape[-1]))], dim=-1)
         elif self._joined is None:
-            joined = self._joined = torch.cat([x, F.pad(self._all, (0, ROOM - self._all.shape[-1]))], dim=-1)
+            joined = self._joined = torch.cat([x, F.pad(self._all, (0, PADDING - self._all.shape[-1]))], dim=-1)
         else:
             joined = self._joined
         self._forget()
-        return joined.detach(), low
+        return joined, low
 
     def first_of(self, member: LoraLinear) -> int:
         """Return the number of the first value of `member` among those of all members."""
-        return sum(len(m.lora_A) for m in itertools.takewhile(lambda m: m is not member, self.members))
+        return sum(m.lora_A.shape[-2] for m in itertools.takewhile(lambda m: m is not member, self.members))
 
     def _multiply(self, member: LoraLinear, x: Tensor) -> None:
         if x is self._x:

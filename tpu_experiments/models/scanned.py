@@ -1,6 +1,6 @@
 """A stack of layers as one loop forward and one loop backward, differentiable."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, is_si
 
 LAYER_INPUT = 0
 """Number of the hidden states among the inputs of a layer's graph."""
+Fill = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def scan_layers(
@@ -21,6 +22,7 @@ def scan_layers(
     constants: tuple[Tensor, ...],
     *,
     graphs: Sequence[LayerGraph],
+    fill: Sequence[Fill],
     splits: Sequence[Axes],
     folding: Folding,
     offload: bool = False,
@@ -32,13 +34,14 @@ def scan_layers(
         constants: what all layers receive; those that are computed from trained weights get the sum of the layers'
             gradients (DeBERTa's embedding of relative positions).
         graphs: for every layer of the period.
+        fill: for every layer of the period, writes adapters into its gathered weights.
         splits: for every weight of one layer, the mesh axes along which it is sharded.
         offload: whether the layers' inputs are kept in host memory until the backward pass.
     """
     flat = [p for own in weights for p in own.values()]
     names = [name for own in weights for name in own]
     out: Tensor = _Layers.apply(
-        _Scan(graphs, splits, folding, offload, names), len(constants), hidden, *constants, *flat
+        _Scan(graphs, fill, splits, folding, offload, names), len(constants), hidden, *constants, *flat
     )
     return out
 
@@ -49,12 +52,13 @@ class _Scan:
     def __init__(
         self,
         graphs: Sequence[LayerGraph],
+        fill: Sequence[Fill],
         splits: Sequence[Axes],
         folding: Folding,
         offload: bool,
         names: Sequence[str],
     ) -> None:
-        self.names = names
+        self.names, self.fill = names, fill
         self.graphs, self.splits, self.loop, self.constrain = graphs, splits, folding.loop, folding.constrain
         self.host = folding.host if offload else HostMemory()
 
@@ -69,9 +73,7 @@ class _Scan:
     def forward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         (hidden,) = carry
         saved: list[Tensor] = []
-        for graph, weights in zip(
-            self.graphs, self.split(gathered(xs, self.splits, constrain=self.constrain)), strict=True
-        ):
+        for graph, weights in zip(self.graphs, self._weights(xs), strict=True):
             out, *values = graph.forward(self.constrain(hidden, axes=BY_ROWS), *weights, *constants)
             for value, source in zip(values, graph.saved_inputs, strict=True):
                 if source == LAYER_INPUT:
@@ -81,6 +83,11 @@ class _Scan:
                     saved.append(self._whole(_bool_to_uint8(value.to(hidden.device))))
             hidden = out
         return (self.constrain(hidden, axes=BY_ROWS),), tuple(saved)
+
+    def _weights(self, xs: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the weights of every layer of the period as they are multiplied."""
+        parts = self.split(gathered(xs, self.splits, constrain=self.constrain))
+        return [fill(own) for fill, own in zip(self.fill, parts, strict=True)]
 
     def _whole(self, value: Tensor) -> Tensor:
         """Keep a saved vector (DoRA's norms) whole on every device.
@@ -93,7 +100,7 @@ class _Scan:
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         grad, *sums = carry
         num_weights = sum(graph.num_weights for graph in self.graphs)
-        weights = self.split(gathered(xs[:num_weights], self.splits, constrain=self.constrain))
+        weights = self._weights(xs[:num_weights])
         splits, saved = self.split(self.splits), list(xs[num_weights:])
         grads: list[Tensor] = []
         for graph, own, split in reversed(list(zip(self.graphs, weights, splits, strict=True))):

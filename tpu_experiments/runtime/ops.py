@@ -164,6 +164,9 @@ class InPlace(Protocol):
     def is_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether every device has the whole parameter of this name: parts of others cannot be written."""
 
+    def is_gathered(self, name: str, shape: tuple[int, ...], *, along: int) -> bool:
+        """Return whether a loop over layers gathers the whole parameter, which is not split along a dimension."""
+
     def write(self, part: Tensor, *, into: Tensor, at: tuple[int, int]) -> Tensor:
         """Return a matrix with `part` in it from a row and a column on; it takes the buffer of `into`, if donated."""
 

@@ -43,8 +43,8 @@ from tpu_experiments.models.bitnet import layers_of, ternary_weights
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.loss import Scores
+from tpu_experiments.models.padded import with_adapters
 from tpu_experiments.models.recomputed import is_recomputed
-from tpu_experiments.models.room import with_adapters
 from tpu_experiments.objectives.base import (
     Objective,
     groups_of,
@@ -395,7 +395,7 @@ class Trainer:
         return output
 
     def stepped(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], State, StepOutput, Mapping[str, Tensor]]:
-        """Return the new values of one optimizer step, and the weights that it wrote adapters into (models/room.py)."""
+        """Return the new values of one optimizer step, and the padded weights that it wrote (models/padded.py)."""
         weights = self.model.weights_with_adapters()
         with with_adapters(weights):
             return *self.step(self.parameters, self.state, batch), weights

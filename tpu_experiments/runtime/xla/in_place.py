@@ -15,6 +15,7 @@ import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
+from tpu_experiments.runtime.ops import in_use
 
 TYPES = {torch.bfloat16: xb.Type.BF16, torch.float16: xb.Type.F16, torch.float32: xb.Type.F32}
 
@@ -32,17 +33,23 @@ class XlaInPlace:
         """Return whether every device has the whole parameter."""
         return self.mesh.parts(self.axes(name, shape)) == 1
 
+    def is_gathered(self, name: str, shape: tuple[int, ...], *, along: int) -> bool:
+        """Return whether a loop over layers gathers the whole parameter, which is not split along a dimension."""
+        axes = self.axes(name, shape)
+        return self.mesh.size(axes[along]) == self.mesh.parts(in_use(axes)) == 1
+
     def write(self, part: Tensor, *, into: Tensor, at: tuple[int, int]) -> Tensor:
         """Return `into` with `part` in it, from row `at[0]` and column `at[1]` on."""
-        computation = _computation(tuple(into.shape), tuple(part.shape), into.dtype, at)
+        start = (*[0] * (into.ndim - 2), *at)
+        computation = _computation(tuple(into.shape), tuple(part.shape), into.dtype, start)
         made: list[Tensor] = torch_xla._XLAC._xla_user_computation("xla::written", [into, part], computation)
         return made[0]
 
 
 @functools.cache
-def _computation(whole: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype, at: tuple[int, int]) -> object:
+def _computation(whole: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype, start: tuple[int, ...]) -> object:
     def written(into: xb.Op, part: xb.Op) -> xb.Op:
-        start = [xb.Op.scalar(into.builder(), number, dtype=xb.Type.S32) for number in at]
-        return into.dynamic_update_slice(part, start)
+        indices = [xb.Op.scalar(into.builder(), number, dtype=xb.Type.S32) for number in start]
+        return into.dynamic_update_slice(part, indices)
 
     return xb.create_computation("written", written, [xb.Shape.create(TYPES[dtype], shape) for shape in (whole, part)])

@@ -1,4 +1,4 @@
-"""Weights stored with room for their adapter compute what weight and adapter compute apart, and stay what they are."""
+"""Weights padded to hold their adapter compute what weight and adapter compute apart, and stay what they are."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,22 +15,23 @@ from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models import build, lora
 from tpu_experiments.models.lora import LoraLinear, Siblings
-from tpu_experiments.models.room import below, beside, weights_with_adapters, with_adapters
+from tpu_experiments.models.padded import below, beside, weights_with_adapters, with_adapters
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+from tpu_experiments.runtime.stacked import unstacked
 
 pytestmark = pytest.mark.xla
-ROOM = 32
+PADDING = 32
 WORDS = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "model.stack=unrolled")
 
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room beside weights of 64 by 128, where a model of its size would have none."""
-    monkeypatch.setattr(lora, "LEAST", 1)
+    """Weights of 64 by 128 are padded too, as large ones are."""
+    monkeypatch.setattr(lora, "MIN_FEATURES", 1)
     for module in (lora, build):
-        monkeypatch.setattr(module, "ROOM", ROOM)
+        monkeypatch.setattr(module, "PADDING", PADDING)
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def eager(make_config: Callable[..., Config]) -> EagerRuntime:
     return EagerRuntime(make_config("hw.runtime=eager").hw)
 
 
-def rooms(module: torch.nn.Module) -> dict[str, str]:
-    """What the adapters of the first layer have room for."""
-    adapters = [part for part in module.modules() if isinstance(part, LoraLinear) and ".0." in part.path]
-    return {part.leaf: part.room for part in adapters}
+def paddings(module: torch.nn.Module) -> dict[str, str]:
+    """How the adapted weights of the first layer are padded."""
+    adapters = [p for p in module.modules() if isinstance(p, LoraLinear) and p.path.startswith("model.layers.0")]
+    return {part.leaf: part.padding for part in adapters}
 
 
 BOTH = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
@@ -58,15 +59,16 @@ BOTH = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
 # ---- products -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_beside_is_a_weight_and_an_adapter(device: str) -> None:
+def test_beside_is_a_weight_and_an_adapter(device: str, in_loop: bool) -> None:
     x, low, weight, b = random(2, 6, 8), random(2, 6, 6), random(15, 8), random(15, 2)
 
     def ours(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
         """The second of three adapters."""
-        joined = torch.cat([x, low, torch.zeros_like(low)], -1).detach()
-        room = torch.cat([torch.zeros_like(b), b.detach(), torch.zeros_like(b).repeat(1, 4)], 1)
-        return beside(joined, x, low[..., 2:4], torch.cat([weight, room], 1), b)
+        joined = torch.cat([x, low, torch.zeros_like(low)], -1)
+        padding = torch.cat([torch.zeros_like(b), b.detach(), torch.zeros_like(b).repeat(1, 4)], 1)
+        return beside(joined, x, low[..., 2:4], torch.cat([weight, padding], 1), b, in_loop=in_loop)
 
     def apart(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
         return F.linear(x, weight) + F.linear(low[..., 2:4], b)
@@ -85,8 +87,8 @@ def test_below_is_a_weight_and_an_adapter(device: str) -> None:
     x, weight, a = random(2, 6, 8), random(15, 8), random(2, 8)
 
     def ours(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        room = torch.cat([a.detach(), torch.zeros_like(a)])
-        return torch.cat(below(x, torch.cat([weight, room]), a, outputs=15), -1)
+        padding = torch.cat([a.detach(), torch.zeros_like(a)])
+        return torch.cat(below(x, torch.cat([weight, padding]), a, outputs=15), -1)
 
     def apart(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         return torch.cat([F.linear(x, weight), F.linear(x, a)], -1)
@@ -114,9 +116,9 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
     expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     held = {}
     for layer in layers:
-        layer.take_room(f"layers.0.mlp.{layer.leaf}")
-        part, (row, column) = layer.in_room(layer.lora_A.detach(), layer.lora_B.detach())
-        held[layer.path] = F.pad(layer.weight.detach(), (0, ROOM))
+        layer.pad_weight(layer.fitting_padding(), f"layers.0.mlp.{layer.leaf}")
+        part, (row, column) = layer.padding_values(layer.lora_A.detach(), layer.lora_B.detach())
+        held[layer.path] = F.pad(layer.weight.detach(), (0, PADDING))
         held[layer.path][row : row + len(part), column : column + part.shape[1]] = part
     with with_adapters(held):
         found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
@@ -134,6 +136,9 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
         ((), 3, BOTH),
         (("lora.dropout=0.1",), 2, {"gate_proj": "columns", "up_proj": "columns"}),
         (("lora.targets=[up_proj,down_proj]",), 2, {"up_proj": "columns", "down_proj": "rows"}),
+        (("model.stack=scanned", "model.remat=save_dots"), 1, BOTH),
+        (("model.stack=scanned",), 3, BOTH),
+        (("model.stack=scanned", "lora.dropout=0.1"), 2, {"gate_proj": "columns", "up_proj": "columns"}),
     ],
     ids=str,
 )
@@ -149,18 +154,19 @@ def test_steps_and_evaluations_are_those_of_plain_torch(
     config = make_config(*WORDS, *words)
     dropout = config.lora.dropout
     runs = [Run(config, runtime) for runtime in (xla, eager)]
-    assert [rooms(run.model.module) for run in runs] == [expected, {}]
-    before = {part.path: part.frozen_weight.cpu().clone() for part in with_room(runs[0])}
+    assert [paddings(run.model.module) for run in runs] == [expected, {}]
+    before = {part.path: part.frozen_weight.cpu().clone() for part in padded_parts(runs[0])}
     losses = [list(trained(run, accumulation=accumulation, dropout=dropout)) for run in runs]
     assert torch.tensor(losses[0]).sub(torch.tensor(losses[1])).abs().max() < 1e-5
-    for part in with_room(runs[0]):
+    for part in padded_parts(runs[0]):
         assert torch.equal(part.frozen_weight.cpu(), before[part.path])
+    trained_values = unstacked(runs[0].parameters)
     for name, value in runs[1].parameters.items():
-        torch.testing.assert_close(runs[0].parameters[name].cpu(), value, atol=1e-4, rtol=0)
+        torch.testing.assert_close(trained_values[name].cpu(), value, atol=1e-4, rtol=0)
 
 
-def with_room(run: Run) -> list[LoraLinear]:
-    return build.adapters_with_room(run.model.module)
+def padded_parts(run: Run) -> list[LoraLinear]:
+    return build.padded_adapters(run.model.module)
 
 
 def trained(run: Run, *, accumulation: int, dropout: float, steps: int = 8) -> Iterator[float]:
@@ -185,7 +191,7 @@ def test_a_step_writes_the_adapters_into_the_device_s_weights(make_config: Calla
     """Otherwise every step would copy all weights."""
     run = Run(make_config(*WORDS), xla)
     run.losses([random_batch(0), random_batch(1)])
-    names = {part.leaf: part for part in with_room(run) if ".0." in part.path}
+    names = {part.leaf: part for part in padded_parts(run) if ".0." in part.path}
     before = {name: tensor.cpu().clone() for name, tensor in run.parameters.items()}
     run.losses([random_batch(2)])
     up, down = names["up_proj"], names["down_proj"]
@@ -195,18 +201,18 @@ def test_a_step_writes_the_adapters_into_the_device_s_weights(make_config: Calla
     assert torch.equal(down.weight.cpu()[64 : 64 + 8], a * down.scale)
 
 
-def test_others_have_no_room(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpu_experiments.runtime.xla.in_place import XlaInPlace
 
     config = make_config(*WORDS)
-    assert rooms(built(config, xla).module) == BOTH
-    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",), ("model.stack=scanned",)):
-        assert "columns" not in rooms(built(make_config(*WORDS, *words), xla).module).values(), words
+    assert paddings(built(config, xla).module) == BOTH
+    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",), ("lora.r=24",)):
+        assert "columns" not in paddings(built(make_config(*WORDS, *words), xla).module).values(), words
     folding = xla.folding
     sharded = XlaInPlace(Mesh(fsdp=4), lambda name, shape: (("fsdp",), None))
     for other in (replace(folding, in_place=sharded), replace(folding, in_place=None)):
         monkeypatch.setattr(xla, "folding", other)
-        assert rooms(built(config, xla).module) == {}
+        assert paddings(built(config, xla).module) == {}
     monkeypatch.setattr(xla, "folding", folding)
-    monkeypatch.setattr(lora, "LEAST", 65)
-    assert rooms(built(config, xla).module) == {}
+    monkeypatch.setattr(lora, "MIN_FEATURES", 65)
+    assert paddings(built(config, xla).module) == {}
