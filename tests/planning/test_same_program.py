@@ -15,7 +15,15 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
 PADDED = ("model=qwen05b", "model.size=tiny", "model.stack=unrolled", "sharding=replicated", "lora=all_linear_r8")
 PADDED = (*PADDED, *(f"model.tiny_arch.{key}={n}" for key, n in SIZES.items()))
 """Weights that a step writes its adapters into (models/padded.py)."""
-MESHES = ((), ("sharding=hsdp", "lora.dropout=0.1"), ("sharding=fsdp_tensor",), PADDED)
+FOLDED = (*PADDED, "model.stack=scanned", "model.tiny_arch.num_hidden_layers=2")
+MESHES = (
+    (),
+    ("sharding=hsdp", "lora.dropout=0.1"),
+    ("sharding=fsdp_tensor",),
+    PADDED,
+    FOLDED,
+    (*FOLDED, "sharding=fsdp"),
+)
 
 
 def signatures(kind: str, *overrides: str) -> dict[str, Any]:
