@@ -201,6 +201,25 @@ def test_a_step_writes_the_adapters_into_the_device_s_weights(make_config: Calla
     assert torch.equal(down.weight.cpu()[64 : 64 + 8], a * down.scale)
 
 
+@pytest.mark.parametrize("stack", ["unrolled", "scanned"])
+def test_a_pass_without_gradients_inside_a_step_is_that_outside(
+    make_config: Callable[..., Config], xla: Any, stack: str
+) -> None:
+    run = Run(make_config(*WORDS, f"model.stack={stack}"), xla)
+    run.losses([random_batch(0), random_batch(1)])
+    batch = {name: tensor[0] for name, tensor in random_batch(9).items() if tensor.ndim == 3}
+
+    def both(batch: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            outside = next_token_loss(run.model.module, run.parameters, batch)[0].sum()
+            with with_adapters(run.model.weights_with_adapters()):
+                return outside, next_token_loss(run.model.module, run.parameters, batch)[0].sum()
+
+    program = run.runtime.program(both, name="both", held=lambda: run.parameters)
+    outside, inside = (loss.cpu() for loss in program(run.runtime.put(batch, rows_dim=0)))
+    torch.testing.assert_close(inside, outside)
+
+
 def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpu_experiments.runtime.xla.in_place import XlaInPlace
 

@@ -300,7 +300,7 @@ def padded_adapters(module: nn.Module) -> list[LoraLinear]:
 
 def written_adapters(module: nn.Module) -> list[LoraLinear]:
     """Return the adapters that a step writes into their weights."""
-    return [part for part in padded_adapters(module) if not part.is_gathered]
+    return [part for part in padded_adapters(module) if part.is_written]
 
 
 def pad_weights(module: nn.Module, in_place: InPlace) -> None:
@@ -407,7 +407,7 @@ def placed_weights(
             frozen = place(item.tensor, name=item.name)
             # A Parameter is an alias of the tensor. In spmd torch_xla writes to the tensor behind it, and a program's
             # result replaces what the alias has: one that steps write into has to be the tensor itself.
-            is_written = leaf == "weight" and bool(getattr(owner, "padding", ""))
+            is_written = leaf == "weight" and isinstance(owner, LoraLinear) and owner.is_written
             owner._parameters[leaf] = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
         passed_bytes += item.tensor.nbytes
         del item  # otherwise it stays allocated while the next tensor is read

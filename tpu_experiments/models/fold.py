@@ -330,7 +330,8 @@ class FoldedLayers(nn.Module):
         stacks = compute_dtype(
             (p for w in weights for p in w.values()), (name for own in names for name in own), like=hidden
         )
-        (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
+        with with_adapters({}):  # inside a step they are stacks, which layers that compute no gradients do not take
+            (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
         return out
 
     def _graph(

@@ -135,6 +135,11 @@ class LoraLinear(nn.Module):
         )
 
     @property
+    def is_written(self) -> bool:
+        """Whether steps write the adapter into the weight that the device holds."""
+        return self.padding != "" and not self.is_gathered
+
+    @property
     def frozen_weight(self) -> Tensor:
         """W (N, K), without padding."""
         return self.weight[..., : self.out_features, : self.in_features] if self.padding else self.weight
@@ -217,6 +222,9 @@ class LoraLinear(nn.Module):
             return frozen_product(x, parts_of(self), format=self.format, bias=bias)
         if self.input_heads:
             return out_of_heads(x, self.weight, bias)
+        if self.padding == "columns" and is_stack(self.path):
+            # W alone would be copied out of the stack. What the padding still holds is multiplied by 0.
+            return F.linear(F.pad(x, (0, PADDING)), self.weight, bias)
         return F.linear(x, self.weight.t() if self.is_transposed else self.frozen_weight, bias)
 
     def _with_length(self, x: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:
