@@ -9,8 +9,8 @@ gradient of down_proj's input is one product, with A below W.
 In a loop over layers it is the stack of the layers' weights that is written into. A weight that is sharded, and that
 such a loop gathers (ZeRO-3), is written where it is gathered: its shards have zeros there.
 
-Only a training step reads the padding, after it has written there. All else reads W, as a slice. Legend: K input
-features, N output features, r rank.
+Only a training step reads the padding, after it has written there. All else reads W, as a slice; in a loop, where that
+would be a copy, it multiplies the padding by zeros. Legend: K input features, N output features, r rank.
 """
 
 from collections.abc import Iterator, Mapping
