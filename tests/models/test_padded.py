@@ -166,7 +166,7 @@ def test_steps_and_evaluations_are_those_of_plain_torch(
 
 
 def padded_parts(run: Run) -> list[LoraLinear]:
-    return build.padded_adapters(run.model.module)
+    return list(lora.padded_adapters(run.model.module).values())
 
 
 def trained(run: Run, *, accumulation: int, dropout: float, steps: int = 8) -> Iterator[float]:
@@ -220,12 +220,37 @@ def test_a_pass_without_gradients_inside_a_step_is_that_outside(
     torch.testing.assert_close(inside, outside)
 
 
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ((None, "fsdp", None), {"gate_proj": "columns", "up_proj": "columns"}),
+        ((None, None, "fsdp"), {"down_proj": "rows"}),
+        ((None, "tensor", None), {}),
+    ],
+    ids=str,
+)
+def test_sharded_stacks_are_padded_along_the_other_dimension(
+    make_config: Callable[..., Config],
+    xla: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    axes: tuple[str | None, ...],
+    expected: dict[str, str],
+) -> None:
+    from tpu_experiments.runtime.xla.in_place import XlaInPlace
+
+    sharded = XlaInPlace(Mesh(fsdp=4, tensor=2), lambda name, shape: axes)
+    monkeypatch.setattr(xla, "folding", replace(xla.folding, in_place=sharded))
+    module = built(make_config(*WORDS, "model.stack=scanned"), xla).module
+    assert paddings(module) == expected
+    assert all(part.is_gathered for part in lora.padded_adapters(module).values())
+
+
 def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpu_experiments.runtime.xla.in_place import XlaInPlace
 
     config = make_config(*WORDS)
     assert paddings(built(config, xla).module) == BOTH
-    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",), ("lora.r=24",)):
+    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",)):
         assert "columns" not in paddings(built(make_config(*WORDS, *words), xla).module).values(), words
     folding = xla.folding
     sharded = XlaInPlace(Mesh(fsdp=4), lambda name, shape: (("fsdp",), None))

@@ -40,7 +40,7 @@ def main(*words: str) -> None:
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime, optimizer=optimizer_of(config))
-    if is_beside and not build.padded_adapters(run.model.module):
+    if is_beside and not lora.padded_adapters(run.model.module):
         raise RuntimeError("no weight is padded")
     losses = torch.tensor(run.losses(batches))
     misplaced = [*elsewhere(run.parameters, runtime=runtime), *elsewhere(states(run), runtime=runtime)]

@@ -29,6 +29,7 @@ from tpu_experiments.models.lora import (
     features_of,
     fingerprints,
     inject,
+    padded_adapters,
 )
 from tpu_experiments.models.low_rank_qat import grid_of
 from tpu_experiments.models.padded import PADDING
@@ -57,7 +58,7 @@ def stacked_weights(
     seed: int,
     initial: dict[str, Tensor],
     quantised: Collection[str] = (),
-    wider: Mapping[str, tuple[int, ...]] | None = None,
+    wider: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Named]:
     """Yield base weights and their adapters under the (folded) module's names, the largest first.
 
@@ -91,7 +92,7 @@ def stacked_weights(
             for item in items:
                 if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
-                _collect(made, item, base=base.name, name=name, index=index, count=count, wider=wider or {})
+                _collect(made, item, base=base.name, name=name, index=index, count=count, wider=wider)
         del base, item  # otherwise they stay allocated while the next tensor is read
         while made:
             yield Named(*made.popitem())
@@ -293,14 +294,9 @@ def build_model(
     return made
 
 
-def padded_adapters(module: nn.Module) -> list[LoraLinear]:
-    """Return the adapters whose weights are padded to hold them."""
-    return [part for part in module.modules() if isinstance(part, LoraLinear) and part.padding]
-
-
 def written_adapters(module: nn.Module) -> list[LoraLinear]:
     """Return the adapters that a step writes into their weights."""
-    return [part for part in padded_adapters(module) if part.is_written]
+    return [part for part in padded_adapters(module).values() if part.is_written]
 
 
 def pad_weights(module: nn.Module, in_place: InPlace) -> None:
@@ -317,7 +313,7 @@ def pad_weights(module: nn.Module, in_place: InPlace) -> None:
 def paddings(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the columns and rows of zeros that padded weights end with, by name, as torch's `pad` takes them."""
     by_kind: dict[str, tuple[int, ...]] = {"columns": (0, PADDING, 0, 0), "rows": (0, 0, 0, PADDING)}
-    return {f"{part.path}.weight": by_kind[part.padding] for part in padded_adapters(module)}
+    return {f"{part.path}.weight": by_kind[part.padding] for part in padded_adapters(module).values()}
 
 
 def work_on_heads(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from tpu_experiments.models.bitnet import current_mix, mixed
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.lora import A, B, LoraLinear
+from tpu_experiments.models.lora import A, B, LoraLinear, padded_adapters
 from tpu_experiments.models.padded import weights_with_adapters, with_adapters
 from tpu_experiments.models.scanned import Fill, compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
@@ -259,31 +259,34 @@ class FoldedLayers(nn.Module):
                 own[NUMBER] = torch.arange(
                     numbers.start, numbers.stop, numbers.step, dtype=torch.int32, device=hidden.device
                 )
-        written = weights_with_adapters()
         if not torch.is_grad_enabled():
             return self._loop_forward(hidden, weights, constants=constants, specs=specs)
-        for j, own in enumerate(weights):
-            own |= {f"{name}.weight": written[p.path] for name, p in self._padded(j).items() if p.path in written}
-        graphs = [self._graph(j, hidden, weights[j], constants=constants, spec=specs[j]) for j in range(self.period)]
+        written = weights_with_adapters()
+        padded = [padded_adapters(self.layer(self.start + j)) for j in range(self.period)]
+        for own, adapters in zip(weights, padded, strict=True):
+            own |= {f"{name}.weight": written[p.path] for name, p in adapters.items() if p.path in written}
+        holding = [
+            {p.path: f"{name}.weight" for name, p in adapters.items() if p.is_gathered or p.path in written}
+            for adapters in padded
+        ]
+        graphs = [
+            self._graph(j, hidden, weights[j], holding=holding[j], constants=constants, spec=specs[j])
+            for j in range(self.period)
+        ]
         return scan_layers(
             hidden,
             weights,
             constants,
             graphs=graphs,
-            fill=[self._filler(j, list(own)) for j, own in enumerate(weights)],
+            fill=[self._filler(list(own), adapters) for own, adapters in zip(weights, padded, strict=True)],
             splits=self._splits(weights),
             folding=self.folding,
             offload=self.remat == "offload",
         )
 
-    def _padded(self, j: int) -> dict[str, LoraLinear]:
-        """Return a layer's adapters that compute with a weight which holds them, by name."""
-        parts = self.layer(self.start + j).named_modules()
-        return {name: part for name, part in parts if isinstance(part, LoraLinear) and part.path}
-
-    def _filler(self, j: int, names: list[str]) -> Fill:
+    def _filler(self, names: list[str], padded: Mapping[str, LoraLinear]) -> Fill:
         """Return a function that writes a layer's adapters into its gathered weights."""
-        gathered, in_place = {n: p for n, p in self._padded(j).items() if p.is_gathered}, self.folding.in_place
+        gathered, in_place = {name: part for name, part in padded.items() if part.is_gathered}, self.folding.in_place
 
         def filled(weights: Sequence[Tensor]) -> list[Tensor]:
             if in_place is None:
@@ -335,13 +338,22 @@ class FoldedLayers(nn.Module):
         return out
 
     def _graph(
-        self, j: int, hidden: Tensor, weights: dict[str, Tensor], *, constants: tuple[Tensor, ...], spec: Any
+        self,
+        j: int,
+        hidden: Tensor,
+        weights: dict[str, Tensor],
+        *,
+        holding: Mapping[str, str],
+        constants: tuple[Tensor, ...],
+        spec: Any,
     ) -> LayerGraph:
-        """Return the layer's forward and backward pass as graphs, traced once for each shape."""
+        """Return the layer's forward and backward pass as graphs, traced once for each shape.
+
+        Args:
+            holding: names of the weights that hold their adapters, by the adapters' paths.
+        """
         template = self.layer(self.start + j)
         tensors = (hidden, *weights.values(), *constants)
-        written = weights_with_adapters()
-        holding = {p.path: f"{n}.weight" for n, p in self._padded(j).items() if p.is_gathered or p.path in written}
         key = (j, template.training, len(holding), tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         if key not in self.graphs:
             names = list(weights)

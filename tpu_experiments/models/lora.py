@@ -309,6 +309,11 @@ class RoundedLinear(LoraLinear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
+def padded_adapters(module: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapters whose weights are padded to hold them, by their names in the module."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear) and part.padding}
+
+
 def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
     """Return the input and the output width of a linear layer."""
     if isinstance(linear, Conv1D):
