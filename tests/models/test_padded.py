@@ -13,13 +13,22 @@ from tests.models.test_contracted import outcome, random
 from tests.training.tiny import Run, built, random_batch
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models import build, lora
+from tpu_experiments.models import build, lora, padded
 from tpu_experiments.models.lora import LoraLinear, Siblings
-from tpu_experiments.models.padded import below, beside, weights_with_adapters, with_adapters
+from tpu_experiments.models.padded import (
+    below,
+    beside,
+    weights_with_adapters,
+    with_adapters,
+    with_low,
+    with_padding,
+)
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+from tpu_experiments.runtime.ops import widened, written
 from tpu_experiments.runtime.stacked import unstacked
+from tpu_experiments.runtime.xla import in_place  # noqa: F401  # registers what writes into tensors
 
 pytestmark = pytest.mark.xla
 PADDING = 32
@@ -30,7 +39,7 @@ WORDS = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_li
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of 64 by 128 are padded too, as large ones are."""
     monkeypatch.setattr(lora, "MIN_FEATURES", 1)
-    for module in (lora, build):
+    for module in (lora, build, padded):
         monkeypatch.setattr(module, "PADDING", PADDING)
 
 
@@ -53,30 +62,42 @@ def paddings(module: torch.nn.Module) -> dict[str, str]:
     return {part.leaf: part.padding for part in adapters}
 
 
-BOTH = {"gate_proj": "columns", "up_proj": "columns", "down_proj": "rows"}
+FORWARD = {leaf: "columns" for leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
+"""What holds B, in loops and with dropout."""
+FOLDED = FORWARD | {"down_proj": "rows"}
+UNROLLED = FOLDED | {"k_proj": "both"}
 
 
 # ---- products -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize(("in_loop", "holds_a"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_beside_is_a_weight_and_an_adapter(device: str, in_loop: bool) -> None:
-    x, low, weight, b = random(2, 6, 8), random(2, 6, 6), random(15, 8), random(15, 2)
+def test_beside_is_weights_and_adapters(device: str, in_loop: bool, holds_a: bool) -> None:
+    """Three adapters of different ranks and widths; A may lie below the second one's weight."""
+    ranks, widths = [3, 2, 4], [15, 9, 12]
+    x, a = random(2, 6, 8), random(sum(ranks), 8)
+    tensors = [x, a, *(random(n, 8) for n in widths), *(random(n, r) for n, r in zip(widths, ranks, strict=True))]
 
-    def ours(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        """The second of three adapters."""
-        joined = torch.cat([x, low, torch.zeros_like(low)], -1)
-        padding = torch.cat([torch.zeros_like(b), b.detach(), torch.zeros_like(b).repeat(1, 4)], 1)
-        return beside(joined, x, low[..., 2:4], torch.cat([weight, padding], 1), b, in_loop=in_loop)
+    def ours(x: Tensor, a: Tensor, *both: Tensor) -> Tensor:
+        weights, firsts, held = both[:3], [0, 3, 5], []
+        for number, (weight, b, first) in enumerate(zip(weights, both[3:], firsts, strict=True)):
+            wide = torch.cat([weight, F.pad(b.detach(), (first, PADDING - first - b.shape[1]))], 1)
+            rows = F.pad(a.detach(), (0, PADDING, 0, PADDING - len(a)))
+            held.append(torch.cat([wide, rows]) if holds_a and number == 1 else wide)
+        joined, low = with_low(x.detach() if holds_a else x, a, parts=0)
+        return torch.cat(beside(joined, x, low, held, both[3:], in_loop=in_loop), -1)
 
-    def apart(x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        return F.linear(x, weight) + F.linear(low[..., 2:4], b)
+    def apart(x: Tensor, a: Tensor, *both: Tensor) -> Tensor:
+        lows = F.linear(x, a).split(ranks, dim=-1)
+        return torch.cat(
+            [F.linear(x, w) + F.linear(low, b) for w, b, low in zip(both[:3], both[3:], lows, strict=True)], -1
+        )
 
-    tensors = [x, low, weight, b]
+    of = [0, 1, 5, 6, 7]
     for found, expected in zip(
-        outcome(ours, tensors, torch.device(device), of=[0, 1, 3]),
-        outcome(apart, tensors, torch.device("cpu"), of=[0, 1, 3]),
+        outcome(ours, tensors, torch.device(device), of=of),
+        outcome(apart, tensors, torch.device("cpu"), of=of),
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -87,8 +108,8 @@ def test_below_is_a_weight_and_an_adapter(device: str) -> None:
     x, weight, a = random(2, 6, 8), random(15, 8), random(2, 8)
 
     def ours(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-        padding = torch.cat([a.detach(), torch.zeros_like(a)])
-        return torch.cat(below(x, torch.cat([weight, padding]), a, outputs=15), -1)
+        held = torch.cat([weight, F.pad(a.detach(), (0, 0, 0, PADDING - len(a)))])
+        return torch.cat(below(x, held, a, outputs=15), -1)
 
     def apart(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         return torch.cat([F.linear(x, weight), F.linear(x, a)], -1)
@@ -116,14 +137,25 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
     expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     held = {}
     for layer in layers:
-        layer.pad_weight(layer.fitting_padding(), f"layers.0.mlp.{layer.leaf}")
-        part, (row, column) = layer.padding_values(layer.lora_A.detach(), layer.lora_B.detach())
-        held[layer.path] = F.pad(layer.weight.detach(), (0, PADDING))
-        held[layer.path][row : row + len(part), column : column + part.shape[1]] = part
+        layer.pad_weight(layer.fitting_padding(in_loop=False), f"layers.0.mlp.{layer.leaf}")
+        values = layer.padding_values(lambda owner, part: owner.get_parameter(part).detach())
+        held[layer.path] = with_padding(F.pad(layer.weight.detach(), (0, PADDING)), values)
     with with_adapters(held):
         found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     assert not weights_with_adapters()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_what_is_written_is_there_and_all_else_as_it_was(device: str) -> None:
+    x, part, on = random(2, 3, 5), random(1, 2, 4), torch.device(device)
+    wide = widened(x.to(on), 4, 0)
+    assert torch.equal(wide.cpu(), F.pad(x, (0, 4)))
+    found = written(wide, part.to(on), [1, 1, 5])
+    expected = F.pad(x, (0, 4))
+    expected[1:, 1:, 5:] = part
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(wide.cpu(), F.pad(x, (0, 4))), "what it is written into has its old value"
 
 
 # ---- steps --------------------------------------------------------------------------------------------------
@@ -132,13 +164,14 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "accumulation", "expected"),
     [
-        ((), 1, BOTH),
-        ((), 3, BOTH),
-        (("lora.dropout=0.1",), 2, {"gate_proj": "columns", "up_proj": "columns"}),
+        ((), 1, UNROLLED),
+        ((), 3, UNROLLED),
+        (("lora.dropout=0.1",), 2, FORWARD),
+        (("lora.targets=[q_proj,v_proj]",), 1, {"q_proj": "columns", "v_proj": "both"}),
         (("lora.targets=[up_proj,down_proj]",), 2, {"up_proj": "columns", "down_proj": "rows"}),
-        (("model.stack=scanned", "model.remat=save_dots"), 1, BOTH),
-        (("model.stack=scanned",), 3, BOTH),
-        (("model.stack=scanned", "lora.dropout=0.1"), 2, {"gate_proj": "columns", "up_proj": "columns"}),
+        (("model.stack=scanned", "model.remat=save_dots"), 1, FOLDED),
+        (("model.stack=scanned",), 3, FOLDED),
+        (("model.stack=scanned", "lora.dropout=0.1"), 2, FORWARD),
     ],
     ids=str,
 )
@@ -223,7 +256,7 @@ def test_a_pass_without_gradients_inside_a_step_is_that_outside(
 @pytest.mark.parametrize(
     ("axes", "expected"),
     [
-        ((None, "fsdp", None), {"gate_proj": "columns", "up_proj": "columns"}),
+        ((None, "fsdp", None), FORWARD),
         ((None, None, "fsdp"), {"down_proj": "rows"}),
         ((None, "tensor", None), {}),
     ],
@@ -249,7 +282,7 @@ def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, mon
     from tpu_experiments.runtime.xla.in_place import XlaInPlace
 
     config = make_config(*WORDS)
-    assert paddings(built(config, xla).module) == BOTH
+    assert paddings(built(config, xla).module) == UNROLLED
     for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",)):
         assert "columns" not in paddings(built(make_config(*WORDS, *words), xla).module).values(), words
     folding = xla.folding

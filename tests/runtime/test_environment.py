@@ -4,7 +4,7 @@ import os
 from unittest import mock
 
 from tests.config.composing import composed
-from tpu_experiments.runtime.processes.env import prepare_environment
+from tpu_experiments.runtime.processes.env import prepare_environment, variables
 
 
 def test_a_plan_by_torchtpu_keeps_torch_from_looking_for_chips() -> None:
@@ -13,3 +13,14 @@ def test_a_plan_by_torchtpu_keeps_torch_from_looking_for_chips() -> None:
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         prepare_environment(hw, is_planned=True)
         assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_code_that_layers_share_is_in_a_tpu_s_program_once() -> None:
+    """The flags of a config come later, and may turn that off."""
+    always = "--xla_tpu_enable_deduplicated_calls"
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LIBTPU_INIT_ARGS", None)
+        assert "LIBTPU_INIT_ARGS" not in variables(composed().hw)
+        assert variables(composed("hw=v5e1").hw)["LIBTPU_INIT_ARGS"] == f"{always}=true"
+        own = variables(composed("hw=v6e8", f"hw.libtpu_flags=[{always}\\=false]").hw)
+        assert own["LIBTPU_INIT_ARGS"].split() == [f"{always}=true", f"{always}=false"]

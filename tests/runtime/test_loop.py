@@ -255,7 +255,8 @@ def test_stacks_need_not_be_filled_first():
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
-    from tpu_experiments.runtime.xla.loop import stablehlo, uninitialised_for
+    from tpu_experiments.runtime.xla.in_place import stablehlo
+    from tpu_experiments.runtime.xla.loop import uninitialised_for
 
     assert uninitialised_for("CPU", mesh=Mesh(fsdp=num_shards)) is None
     assert uninitialised_for("TPU", mesh=Mesh(fsdp=num_shards, tensor=2)) is None
@@ -264,7 +265,8 @@ def test_only_stacks_of_rows_are_left_unwritten_and_only_on_a_tpu(num_shards):
     assert make((3, 6), torch.float32) is None
     assert make((3, 8), torch.bool) is None
     assert make((3, 16, 2), torch.bfloat16).shape == (3, 16, 2)
-    text = stablehlo((3, 16, 2), "bf16", num_shards=num_shards)
+    text = stablehlo((3, 16, 2), "bf16", num_shards=num_shards, along=1)
     assert f"@AllocateBuffer(){' {mhlo.sharding' if num_shards > 1 else ' :'}" in text
     assert ("devices=[1,4,1]<=[4]" in text) == (num_shards == 4)
     assert f"-> tensor<3x{16 // num_shards}x2xbf16>" in text
+    assert f"-> tensor<{16 // num_shards}x3xbf16>" in stablehlo((16, 3), "bf16", num_shards=num_shards, along=0)

@@ -125,16 +125,25 @@ def test_a_window_as_long_as_the_row_is_none():
     assert dataclasses.replace(MISTRAL, scores=Scores(1.0, window=255)).window == 255
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_each_chip_gets_its_rows(direction):
+@pytest.mark.parametrize(
+    ("direction", "length", "num_kernels"),
+    [
+        ("forward", 128, 1),
+        ("backward", 128, 1),
+        ("forward", 256, 3),  # of several blocks, q and k are turned by kernels of their own
+        ("backward", 256, 6),  # and dq and dk are turned back; dq has a kernel too
+    ],
+)
+def test_each_chip_gets_its_rows(direction, length, num_kernels):
     """Lowered for 8 chips in a process that has none: the kernel sees one row of eight."""
     from jax._src.lib import xla_client
 
-    call = AttentionCall(8, 8, 2, 128, 128, "bfloat16", Scores(0.125), rotates=True, num_shards=8)
+    scores = Scores(0.125)
+    call = AttentionCall(8, 8, 2, length, 128, "bfloat16", scores, rotates=True, num_shards=8, max_block=128)
     text = xla_client.XlaComputation(lowered(call, direction=direction, target="tpu")).as_hlo_text()
     found = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    assert len(found) == (3 if direction == "forward" else 5)  # q and k are turned; dq and dk are turned back
-    assert any("bf16[128,1024]" in kernel for kernel in found)
+    assert len(found) == num_kernels
+    assert any(f"bf16[{length},1024]" in kernel for kernel in found)
     assert not any("bf16[8" in kernel for kernel in found)
     assert text.count("sharding={devices=[8,1,1]<=[8]}") >= 4
     assert "sharding={devices=[1,8,1,1]<=[8]}" in text

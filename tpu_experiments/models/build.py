@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from tpu_experiments.models.lora import (
     A,
     B,
     LoraLinear,
+    Padding,
     ParameterReport,
     adapted_weights,
     adapter_weights,
@@ -32,7 +33,7 @@ from tpu_experiments.models.lora import (
     padded_adapters,
 )
 from tpu_experiments.models.low_rank_qat import grid_of
-from tpu_experiments.models.padded import PADDING
+from tpu_experiments.models.padded import PADDING, with_padding
 from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
 from tpu_experiments.models.recomputed import recompute
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
@@ -166,9 +167,8 @@ class BuiltModel:
         found: dict[str, Tensor] = {}
         if self.in_place is not None:
             for adapter in written_adapters(self.module):
-                trained = (self.trainable[f"{adapter.path}.{part}"].detach() for part in (A, B))
-                part, at = adapter.padding_values(*trained)
-                found[adapter.path] = self.in_place.write(part, into=adapter.weight, at=at)
+                values = adapter.padding_values(lambda owner, part: self.trainable[f"{owner.path}.{part}"].detach())
+                found[adapter.path] = with_padding(adapter.weight, values)
         return found
 
     def keep_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -301,18 +301,34 @@ def written_adapters(module: nn.Module) -> list[LoraLinear]:
 
 def pad_weights(module: nn.Module, in_place: InPlace) -> None:
     """Choose the weights that are padded to hold their adapters; sharded ones in a loop over layers only."""
-    for path, part in module.named_modules():
-        if isinstance(part, LoraLinear) and (padding := part.fitting_padding()):
-            name, shape = f"{path}.weight", tuple(part.weight.shape)
-            is_whole = in_place.is_whole(name, shape)
-            along = -1 if padding == "columns" else -2
-            if is_whole or (is_stack(name) and in_place.is_gathered(name, shape, along=along)):
-                part.pad_weight(padding, path, is_gathered=not is_whole)
+    paths = {id(part): path for path, part in module.named_modules() if isinstance(part, LoraLinear)}
+    for part in module.modules():
+        if not isinstance(part, LoraLinear) or part is not part.family[0]:
+            continue
+        family = [(member, paths[id(member)]) for member in part.family]
+        chosen = [(member, path, member.fitting_padding(in_loop=is_stack(path))) for member, path in family]
+        places = {_place_of(member.weight, path, padding, in_place) for member, path, padding in chosen}
+        if len(places) == 1 and (place := places.pop()):
+            for member, path, padding in chosen:
+                member.pad_weight(padding, path, is_gathered=place == "gathered", parts=in_place.uninitialised_parts)
+
+
+def _place_of(weight: Tensor, path: str, padding: Padding, in_place: InPlace) -> Literal["", "whole", "gathered"]:
+    """Return where padding of the weight at a path is written: on every device, where a loop gathers it, or not."""
+    name, shape = f"{path}.weight", tuple(weight.shape)
+    if padding and in_place.is_whole(name, shape):
+        return "whole"
+    along = -1 if padding == "columns" else -2
+    return "gathered" if padding and is_stack(name) and in_place.is_gathered(name, shape, along=along) else ""
 
 
 def paddings(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the columns and rows of zeros that padded weights end with, by name, as torch's `pad` takes them."""
-    by_kind: dict[str, tuple[int, ...]] = {"columns": (0, PADDING, 0, 0), "rows": (0, 0, 0, PADDING)}
+    by_kind: dict[str, tuple[int, ...]] = {
+        "columns": (0, PADDING, 0, 0),
+        "rows": (0, 0, 0, PADDING),
+        "both": (0, PADDING, 0, PADDING),
+    }
     return {f"{part.path}.weight": by_kind[part.padding] for part in padded_adapters(module).values()}
 
 

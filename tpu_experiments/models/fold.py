@@ -21,8 +21,8 @@ from tpu_experiments.models.bitnet import current_mix, mixed
 from tpu_experiments.models.dropout import current_noise, noise
 from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.lora import A, B, LoraLinear, padded_adapters
-from tpu_experiments.models.padded import weights_with_adapters, with_adapters
+from tpu_experiments.models.lora import LoraLinear, padded_adapters
+from tpu_experiments.models.padded import weights_with_adapters, with_adapters, with_padding
 from tpu_experiments.models.scanned import Fill, compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
 
@@ -286,15 +286,14 @@ class FoldedLayers(nn.Module):
 
     def _filler(self, names: list[str], padded: Mapping[str, LoraLinear]) -> Fill:
         """Return a function that writes a layer's adapters into its gathered weights."""
-        gathered, in_place = {name: part for name, part in padded.items() if part.is_gathered}, self.folding.in_place
+        gathered = {name: part for name, part in padded.items() if part.is_gathered}
+        names_of = {id(part): name for name, part in gathered.items()}
 
         def filled(weights: Sequence[Tensor]) -> list[Tensor]:
-            if in_place is None:
-                return list(weights)
             own = dict(zip(names, weights, strict=True))
             for name, adapter in gathered.items():
-                part, at = adapter.padding_values(own[f"{name}.{A}"], own[f"{name}.{B}"])
-                own[f"{name}.weight"] = in_place.write(part, into=own[f"{name}.weight"], at=at)
+                values = adapter.padding_values(lambda owner, part: own[f"{names_of[id(owner)]}.{part}"])
+                own[f"{name}.weight"] = with_padding(own[f"{name}.weight"], values)
             return list(own.values())
 
         return filled

@@ -8,7 +8,7 @@ base model is the loudest complaint of TPU users (huggingface/transformers#36004
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,15 @@ from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.layer_graph import LOW, named
 from tpu_experiments.models.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
 from tpu_experiments.models.packed import by_adapter
-from tpu_experiments.models.padded import MIN_FEATURES, PADDING, below, beside, weights_with_adapters
+from tpu_experiments.models.padded import (
+    MIN_FEATURES,
+    PADDING,
+    below,
+    beside,
+    joined_with,
+    weights_with_adapters,
+    with_low,
+)
 from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
@@ -43,7 +51,7 @@ TOGETHER_RATIO, TOGETHER_TOKENS = 2, 4
 of its adapter that write the wide side are one."""
 
 
-Padding = Literal["", "columns", "rows"]
+Padding = Literal["", "columns", "rows", "both"]
 """What a weight has more of than W, to hold B beside it or A below it (models/padded.py)."""
 
 
@@ -68,6 +76,8 @@ class LoraLinear(nn.Module):
     """Where the module is in the model, if its weight is padded: layers that are folded differ in nothing."""
     is_gathered = False
     """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
+    uninitialised_parts = 0
+    """Parts that rows are split into where padding of tokens may be uninitialised (`widened`, runtime/ops.py)."""
 
     def __init__(
         self,
@@ -144,42 +154,62 @@ class LoraLinear(nn.Module):
         """W (N, K), without padding."""
         return self.weight[..., : self.out_features, : self.in_features] if self.padding else self.weight
 
-    def fitting_padding(self) -> Padding:
+    @property
+    def family(self) -> list["LoraLinear"]:
+        """The adapters that read the same tensor, this one among them."""
+        return self.siblings.members if self.siblings else [self]
+
+    def fitting_padding(self, *, in_loop: bool) -> Padding:
         """Choose how the weight is padded to hold the adapter; not at all where that does not pay.
 
-        A step of Mistral 7B on v6e-8, r=32, takes 0.512 instead of 0.545 s (planned).
+        A step of Mistral 7B on v6e-8, r=32, takes 0.512 instead of 0.545 s with the MLP's weights padded (planned).
+
+        Args:
+            in_loop: whether the weight is one of a stack that a loop over layers reads.
         """
-        if not self.multiplies_heads or self.input_heads or self.output_heads:
+        family = self.family
+        ranks = sum(member.lora_A.shape[-2] for member in family)
+        if ranks > PADDING or any(not m.multiplies_heads or m.input_heads or m.output_heads for m in family):
             return ""
-        narrow, wide = sorted((self.in_features, self.out_features))
-        members = self.siblings.members if self.siblings else [self]
-        ranks = sum(member.lora_A.shape[-2] for member in members)
-        if wide < TOGETHER_RATIO * narrow or narrow < MIN_FEATURES or narrow % PADDING or ranks > PADDING:
-            return ""
-        if self.out_features == wide:
-            return "columns"
-        # Dropout, which only A's inputs have, keeps gradients apart.
-        return "rows" if len(members) == 1 and not self.dropout else ""
+        inputs, outputs = self.in_features, self.out_features
+        if len(family) > 1 or outputs >= TOGETHER_RATIO * inputs:
+            if inputs < MIN_FEATURES or inputs % PADDING:
+                return ""
+            narrowest = min(family, key=lambda member: member.out_features)
+            # Dropout, which only A's inputs have, keeps gradients apart.
+            holds_a = self is narrowest and inputs >= TOGETHER_RATIO * outputs and not in_loop and not self.dropout
+            return "both" if holds_a else "columns"
+        fits = inputs >= TOGETHER_RATIO * outputs and outputs >= MIN_FEATURES and outputs % PADDING == 0
+        return "rows" if fits and not self.dropout else ""
 
-    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False) -> None:
+    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False, parts: int = 0) -> None:
         """Have the weight of the module at this path stored with padding."""
-        self.padding, self.path, self.is_gathered = padding, path, is_gathered
+        self.padding, self.path, self.is_gathered, self.uninitialised_parts = padding, path, is_gathered, parts
 
-    def padding_values(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the part of the adapter that the padding holds, and the row and column that it begins at."""
-        if self.padding == "rows":
-            return (a * self.scale).to(self.weight.dtype), (self.out_features, 0)
-        first = self.siblings.first_of(self) if self.siblings else 0
-        return b.to(self.weight.dtype), (0, self.in_features + first)
+    def padding_values(
+        self, value_of: Callable[["LoraLinear", str], Tensor]
+    ) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """Yield the parts of adapters that the padding holds, and the row and column that each begins at.
+
+        Args:
+            value_of: returns the A or B of an adapter of the family.
+        """
+        dtype = self.weight.dtype
+        if self.padding in ("rows", "both"):
+            held = torch.cat([value_of(member, A) * member.scale for member in self.family], dim=-2)
+            yield held.to(dtype), (self.out_features, 0)
+        if self.padding in ("columns", "both"):
+            first = self.siblings.first_of(self) if self.siblings else 0
+            yield value_of(self, B).to(dtype), (0, self.in_features + first)
 
     def _padded_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        in_loop = is_stack(self.path)
         if self.padding == "rows":
-            out, low = below(x, weight, self.lora_A * self.scale, outputs=self.out_features, in_loop=in_loop)
+            parts, in_loop = self.uninitialised_parts, is_stack(self.path)
+            a = self.lora_A * self.scale
+            out, low = below(x, weight, a, outputs=self.out_features, parts=parts, in_loop=in_loop)
             out = out + self._product(named(low, LOW), self.lora_B)
         else:
-            joined, low = (self.siblings or Siblings([self])).padded(self, x)
-            out = beside(joined, x, low, weight, self.lora_B, in_loop=in_loop)
+            out = (self.siblings or Siblings([self])).padded(self, x)
         return out if self.bias is None else out + self.bias
 
     def _into_heads(self, x: Tensor, low: Tensor) -> Tensor:
@@ -222,7 +252,7 @@ class LoraLinear(nn.Module):
             return frozen_product(x, parts_of(self), format=self.format, bias=bias)
         if self.input_heads:
             return out_of_heads(x, self.weight, bias)
-        if self.padding == "columns" and is_stack(self.path):
+        if self.padding == "columns" and is_stack(self.path):  # where a loop reads the weight, it has no more rows
             # W alone would be copied out of the stack. What the padding still holds is multiplied by 0.
             return F.linear(F.pad(x, (0, PADDING)), self.weight, bias)
         return F.linear(x, self.weight.t() if self.is_transposed else self.frozen_weight, bias)
@@ -336,6 +366,8 @@ class Siblings:
         self._joined: Tensor | None = None
         self._lows: dict[int, tuple[Tensor, int]] = {}
         """Values of members that have not read this tensor yet, and the number of their first among all."""
+        self._outs: dict[int, Tensor] = {}
+        """Products of members that have not read this tensor yet, where weights are padded."""
 
     def low_rank(self, member: LoraLinear, x: Tensor) -> Tensor:
         """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
@@ -357,19 +389,30 @@ class Siblings:
         self._forget()
         return joined, first
 
-    def padded(self, member: LoraLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x` padded with the values of all members, (..., in_features + PADDING), and those of `member`."""
-        self._multiply(member, x)
-        low, _ = self._lows.pop(id(member), (None, 0))
-        if low is None or self._all is None:
-            low, first = member.low_rank(x, member.lora_A), self.first_of(member)
-            joined = torch.cat([x, F.pad(low, (first, PADDING - first - low.shape[-1]))], dim=-1)
-        elif self._joined is None:
-            joined = self._joined = torch.cat([x, F.pad(self._all, (0, PADDING - self._all.shape[-1]))], dim=-1)
+    def padded(self, member: LoraLinear, x: Tensor) -> Tensor:
+        """Return the product of `x` with the weight and the adapter of `member`, whose padding holds B."""
+        if x is not self._x or id(member) not in self._outs:
+            self._outs = dict(zip(map(id, self.members), self._products(x), strict=True))
+            self._x = x
+        out = self._outs.pop(id(member))
+        if not self._outs:
+            self._x = None
+        return out
+
+    def _products(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the products of `x` with all weights, which are padded."""
+        first = self.members[0]
+        parts, in_loop = first.uninitialised_parts, is_stack(first.path)
+        holds_a = any(member.padding == "both" for member in self.members)
+        a = torch.cat([member.lora_A for member in self.members], dim=-2)
+        source = x.detach() if holds_a else x
+        if first.dropout and first.training:
+            low = first.low_rank(source, a)
+            joined = joined_with(source, low, parts=parts)
         else:
-            joined = self._joined
-        self._forget()
-        return joined, low
+            joined, low = with_low(source, a * first.scale, parts=parts)
+        weights = [weights_with_adapters()[member.path] for member in self.members]
+        return beside(joined, x, low, weights, [member.lora_B for member in self.members], parts=parts, in_loop=in_loop)
 
     def first_of(self, member: LoraLinear) -> int:
         """Return the number of the first value of `member` among those of all members."""

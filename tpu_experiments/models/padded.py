@@ -4,7 +4,8 @@ A product with B reads r numbers of a token and writes all outputs: 117 us on a 
 2,048 tokens, where the frozen product takes 285, and both in one 302 (tests/benchmarks/README.md, "Padded weights").
 To multiply (W, B) by (x, A x), they must lie beside each other, and a copy of W for each product costs what is gained.
 So W is stored with PADDING more columns, and a step writes B there, into the buffer that W is in. In the same way the
-gradient of down_proj's input is one product, with A below W.
+gradient of down_proj's input is one product, with A below W; and so is that of attention's input through k_proj and
+the A of all that read it, which are below the narrowest of them.
 
 In a loop over layers it is the stack of the layers' weights that is written into. A weight that is sharded, and that
 such a loop gathers (ZeRO-3), is written where it is gathered: its shards have zeros there.
@@ -13,7 +14,7 @@ Only a training step reads the padding, after it has written there. All else rea
 would be a copy, it multiplies the padding by zeros. Legend: K input features, N output features, r rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,8 +26,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.models.contracted import summed_over
+from tpu_experiments.models.layer_graph import LOW, named
 from tpu_experiments.runtime.kernels.contraction import contraction
-from tpu_experiments.runtime.ops import apart
+from tpu_experiments.runtime.ops import apart, widened, written
 
 PADDING = 128
 """Columns or rows added to a weight: the lanes of a TPU."""
@@ -51,60 +53,157 @@ def weights_with_adapters() -> Mapping[str, Tensor]:
     return _weights.get() or {}
 
 
-def beside(joined: Tensor, x: Tensor, low: Tensor, weight: Tensor, b: Tensor, *, in_loop: bool = False) -> Tensor:
-    """Multiply (x, A x) by a weight that holds B beside W, to (..., N).
+def with_padding(weight: Tensor, values: Iterable[tuple[Tensor, tuple[int, int]]]) -> Tensor:
+    """Write parts of adapters into a weight, or a stack of weights, each from a row and a column on."""
+    for part, at in values:
+        weight = written(weight, part, [*[0] * (weight.ndim - 2), *at])
+    return weight
+
+
+def with_low(x: Tensor, a: Tensor, *, parts: int) -> tuple[Tensor, Tensor]:
+    """Return x with A x in its padding, (..., K + PADDING), and A x (..., r), named LOW.
+
+    x is written into the wider tensor as it is computed, and A x behind it in place. Put together by `torch.cat` they
+    are a pass of 45 us over 2,048 tokens of 4,096 features, or part of each product, which then gets smaller tiles
+    (Mistral 7B on v6e-8: 426 instead of 363 us for the gradient of down_proj's input).
 
     Args:
-        joined: x, and in its padding the values that B's columns multiply, (..., K + PADDING).
         x: (..., K).
-        low: A x, (..., r).
-        weight: (N, K + PADDING), frozen.
-        b: B in float32, (N, r), for its gradient.
-        in_loop: whether the weight is cut out of a stack, from which XLA cuts W with a copy of its own. The gradients
+        a: scaled, (r, K).
+        parts: see `widened` (runtime/ops.py).
+    """
+    out: tuple[Tensor, Tensor] = _WithLow.apply(x, a, parts)
+    return out
+
+
+def joined_with(x: Tensor, low: Tensor, *, parts: int) -> Tensor:
+    """Return x (..., K) with values in its padding, (..., K + PADDING), as `with_low` does."""
+    out: Tensor = _Joined.apply(x, low, parts)
+    return out
+
+
+def beside(
+    joined: Tensor,
+    x: Tensor,
+    low: Tensor,
+    weights: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    *,
+    parts: int = 0,
+    in_loop: bool = False,
+) -> tuple[Tensor, ...]:
+    """Multiply (x, A x) by weights that hold B beside W, to (..., N) each.
+
+    Args:
+        joined: x, and in its padding the values of all adapters, one behind the other, (..., K + PADDING).
+        x: (..., K).
+        low: the values of all adapters, (..., R).
+        weights: (N, K + PADDING), frozen; where one has rows of padding too, the A of all adapters are in them, and the
+            gradient of x includes that through A.
+        bs: B in float32, (N, r), for its gradient.
+        parts: see `widened` (runtime/ops.py).
+        in_loop: whether the weights are cut out of stacks, from which XLA cuts W with a copy of its own. The gradients
             of x and A x are then one product with all of it, that of `joined` (Mistral 7B on v6e-8, folded: 0.585
             instead of 0.672 s a step); unrolled that loses (0.534 instead of 0.512 s).
     """
     joined, x, low = (joined, x.detach(), low.detach()) if in_loop else (joined.detach(), x, low)
-    out: Tensor = _Beside.apply(joined, x, low, weight, b)
+    out: tuple[Tensor, ...] = _Beside.apply(joined, x, low, parts, *weights, *bs)
     return out
 
 
-def below(x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, in_loop: bool = False) -> tuple[Tensor, Tensor]:
+def below(
+    x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, parts: int = 0, in_loop: bool = False
+) -> tuple[Tensor, Tensor]:
     """Multiply (..., K) by a frozen weight (N + PADDING, K) that holds A below W, to (..., N), and by A, to (..., r).
 
     The gradient of x is one product.
     """
-    out: tuple[Tensor, Tensor] = _Below.apply(x, weight, a, outputs, not in_loop)
+    out: tuple[Tensor, Tensor] = _Below.apply(x, weight, a, outputs, parts, not in_loop)
     return out
 
 
-class _Beside(Function):
+class _WithLow(Function):
+    """A's gradient reads x where it is joined: another reader of the wider tensor would cost a copy of it."""
+
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, x: Tensor, low: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(low, weight, b)
-        ctx.inputs = x.shape[-1]
-        return contraction(joined, weight, [joined.ndim - 1], [1])
+    def forward(ctx: Any, x: Tensor, a: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        wide = widened(x, PADDING, parts)
+        low = named(contraction(wide[..., : x.shape[-1]], a.to(x.dtype), [x.ndim - 1], [1]), LOW)
+        joined = _behind(wide, low)
+        ctx.save_for_backward(joined, a)
+        ctx.set_materialize_grads(False)
+        return joined, low
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_joined: Tensor | None, of_low: Tensor | None) -> tuple[Tensor | None, ...]:
+        joined, a = ctx.saved_tensors
+        inputs = a.shape[1]
+        if of_joined is not None:
+            through = of_joined[..., inputs : inputs + len(a)]
+            of_low = through if of_low is None else of_low + through
+        assert of_low is not None, "autograd calls for one of the two"
+        tokens = list(range(joined.ndim - 1))
+        of_a = summed_over(tokens, of_low, joined[..., :inputs], dtype=a.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, of_a, None
+        of_x = contraction(of_low, a.to(of_low.dtype), [joined.ndim - 1], [0])
+        return of_x if of_joined is None else of_joined[..., :inputs] + of_x, of_a, None
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, parts: int) -> Tensor:
+        ctx.inputs, ctx.rank = x.shape[-1], low.shape[-1]
+        return _behind(widened(x, PADDING, parts), low)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        low, weight, b = ctx.saved_tensors
-        features = [grad.ndim - 1]
-        of_b = summed_over(list(range(grad.ndim - 1)), grad, low, dtype=b.dtype)
+        return grad[..., : ctx.inputs], grad[..., ctx.inputs : ctx.inputs + ctx.rank], None
+
+
+class _Beside(Function):
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, x: Tensor, low: Tensor, parts: int, *both: Tensor) -> tuple[Tensor, ...]:
+        weights, bs = both[: len(both) // 2], both[len(both) // 2 :]
+        ctx.save_for_backward(low, *both)
+        ctx.inputs, ctx.parts = x.shape[-1], parts
+        features = [joined.ndim - 1]
+        return tuple(contraction(joined, w[: len(b)], features, [1]) for w, b in zip(weights, bs, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        low, *both = ctx.saved_tensors
+        weights, bs = both[: len(both) // 2], both[len(both) // 2 :]
+        features, tokens = [low.ndim - 1], list(range(low.ndim - 1))
+        lows = low.split([b.shape[1] for b in bs], dim=-1)
+        of_bs = [summed_over(tokens, g, part, dtype=b.dtype) for g, part, b in zip(grads, lows, bs, strict=True)]
+        none = [None] * (1 + len(weights))
         if ctx.needs_input_grad[0]:
-            return contraction(grad, weight, features, [0]), None, None, None, of_b
-        of_x = contraction(grad, weight[:, : ctx.inputs], features, [0])
-        return None, of_x, contraction(grad, b.to(grad.dtype), features, [0]), None, of_b
+            of_joined = [contraction(g, weight, features, [0]) for g, weight in zip(grads, weights, strict=True)]
+            return sum(of_joined[1:], of_joined[0]), None, None, *none, *of_bs
+        of_lows = [contraction(g, b.to(g.dtype), features, [0]) for g, b in zip(grads, bs, strict=True)]
+        of_low = torch.cat(of_lows, dim=-1)
+        of_x: list[Tensor] = []
+        for grad, weight, b in zip(grads, weights, bs, strict=True):
+            whole = grad if len(weight) == len(b) else _behind(widened(grad, PADDING, ctx.parts), of_low)
+            of_x.append(contraction(whole, weight[:, : ctx.inputs], features, [0]))
+        return None, sum(of_x[1:], of_x[0]), of_low, *none, *of_bs
 
 
 class _Below(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, outputs: int, is_apart: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, outputs: int, parts: int, is_apart: bool
+    ) -> tuple[Tensor, Tensor]:
         # The activation is written once, as the product with up_proj ends; else each of its three readers, dA among
         # them, computes it again. A barrier before its gradient too would keep that out of the product with W and A.
         # In a loop that product writes into a stack, and the activation would be a pass of its own, 215 us a layer.
         x = apart(x) if is_apart else x
         ctx.save_for_backward(x, weight, a)
+        ctx.parts = parts
         features = [x.ndim - 1]
         return contraction(x, weight[:outputs], features, [1]), contraction(x, a.to(x.dtype), features, [1])
 
@@ -112,11 +211,16 @@ class _Below(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_low: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a = ctx.saved_tensors
-        empty = len(weight) - grad.shape[-1] - of_low.shape[-1]
-        joined = torch.cat([grad, F.pad(of_low, (0, empty))], dim=-1)
+        joined = _behind(widened(grad, PADDING, ctx.parts), of_low)
         # With a sum behind it XLA computes the gradients of gate_proj's and up_proj's outputs as the product ends, else
         # in a pass of their own: 251 us a layer, 22 ms of a step of Mistral 7B on v6e-8. What is added is 0, or NaN
         # where the gradient is not finite, so that the step is skipped with and without it. It is a number of the same
         # token: one of another chip's would cost an all-reduce a layer, 128 in that step, for 0.2 % of its estimate.
         of_x = contraction(joined, weight, [grad.ndim - 1], [0]) + of_low[..., :1] * 0
-        return of_x, None, summed_over(list(range(grad.ndim - 1)), of_low, x, dtype=a.dtype), None, None
+        return of_x, None, summed_over(list(range(grad.ndim - 1)), of_low, x, dtype=a.dtype), None, None, None
+
+
+def _behind(wide: Tensor, low: Tensor) -> Tensor:
+    """Return (..., K + PADDING) with values in its padding, and zeros behind them."""
+    values = F.pad(low, (0, PADDING - low.shape[-1]))
+    return written(wide, values, [*[0] * (wide.ndim - 1), wide.shape[-1] - PADDING])

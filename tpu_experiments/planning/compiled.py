@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.hardware import HwConfig, flags_of
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning import oom
@@ -117,7 +117,7 @@ class Compilers:
         }
         facts = {
             "request": request,
-            "flags": " ".join(hw.libtpu_flags),
+            "flags": " ".join(flags_of(hw)),
             "versions": versions_in(self.libtpu) if self.libtpu else versions(),
         }
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.module).hexdigest()[:16]
@@ -142,7 +142,7 @@ class Compilers:
             place.mkdir(parents=True, exist_ok=True)
             (place / PROGRAM).write_bytes(program.module)
             (place / REQUEST).write_text(json.dumps(request))
-            self._run(place, flags=" ".join(hw.libtpu_flags), what=what)
+            self._run(place, flags=" ".join(flags_of(hw)), what=what)
         answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)

@@ -5,11 +5,12 @@ compiled once and runs as a While, so that a program is no longer for more itera
 iteration is held once. The loop itself is not differentiable; its body may compute gradients (`torch.enable_grad()`
 and `torch.autograd.grad` on detached tensors), which is how layers, chunks of the loss and micro-batches get theirs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes
@@ -147,6 +148,35 @@ apart.register_autograd(lambda ctx, grad: apart(grad))
 APART = torch.ops.tpu_experiments.apart.default
 
 
+@torch.library.custom_op("tpu_experiments::widened", mutates_args=(), device_types="cpu")
+def widened(tensor: Tensor, columns: int, parts: int) -> Tensor:
+    """Return (..., K + columns) with a tensor (..., K) in it; what else it holds is not defined.
+
+    Args:
+        parts: parts that the first dimension is split into over the devices, which each leave theirs uninitialised
+            (TPUs can); 0: the columns are filled with 0.
+    """
+    return F.pad(tensor, (0, columns))
+
+
+@widened.register_fake
+def _(tensor: Tensor, columns: int, parts: int) -> Tensor:
+    return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + columns)
+
+
+@torch.library.custom_op("tpu_experiments::written", mutates_args=(), device_types="cpu")
+def written(into: Tensor, part: Tensor, at: Sequence[int]) -> Tensor:
+    """Return `into` with `part` in it from an index on: XLA writes it in place where nothing reads `into` later."""
+    whole = into.clone(memory_format=torch.contiguous_format)
+    whole[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))] = part
+    return whole
+
+
+@written.register_fake
+def _(into: Tensor, part: Tensor, at: Sequence[int]) -> Tensor:
+    return torch.empty(into.shape, dtype=into.dtype, device=into.device)
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""
@@ -160,15 +190,14 @@ class InPlace(Protocol):
 
     kept: dict[str, Tensor]
     """Tensors that one program writes and all may read; the runtime hands every program their current values."""
+    uninitialised_parts: int
+    """Parts that rows are split into where columns may be uninitialised (`widened`); 0: they are filled with 0."""
 
     def is_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether every device has the whole parameter of this name: parts of others cannot be written."""
 
     def is_gathered(self, name: str, shape: tuple[int, ...], *, along: int) -> bool:
         """Return whether a loop over layers gathers the whole parameter, which is not split along a dimension."""
-
-    def write(self, part: Tensor, *, into: Tensor, at: tuple[int, int]) -> Tensor:
-        """Return a matrix with `part` in it from a row and a column on; it takes the buffer of `into`, if donated."""
 
 
 @dataclass(frozen=True)

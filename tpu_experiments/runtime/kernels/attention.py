@@ -178,12 +178,17 @@ class AttentionCall:
     """jax's name: `bfloat16` or `float32`."""
     scores: Scores
     rotates: bool = False
-    """Whether rope is applied to q and k before the kernel."""
+    """Whether rope is applied to q and k."""
     num_shards: int = 1
     """Chips that the rows are sharded over. It is a parameter since XLA's partitioner cannot shard a kernel itself."""
     head_shards: int = 1
     """Chips that the heads are sharded over; key/value heads are on the same chip as the query heads that read them."""
     max_block: int = MAX_BLOCK
+
+    @property
+    def rotates_inside(self) -> bool:
+        """Whether the kernels apply rope as they read q and k: where a row is one block, which they read once."""
+        return self.rotates and self.block == self.padded_length
 
     @property
     def of_one_chip(self) -> "AttentionCall":

@@ -33,6 +33,8 @@ HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "dq": ((0, 1, 2, 7), (0,)),
 }
 """Indices of each splash kernel's operands (q, k, v, gradient of the output) and results with a head dimension."""
+HEAD_AXIS = {"fwd": 0, "dkv": 1, "dq": 0}
+"""Dimension of each kernel's grid that query heads are."""
 SCRATCH = {"fwd": 3, "dkv": 3, "dq": 1}
 """Results of jax 0.7.1's kernels that come before those and are scratch memory; later ones declare it as that."""
 
@@ -132,6 +134,61 @@ def with_sums_by_row(pallas_call: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+def with_rotation(
+    pallas_call: Callable[..., Any], call: AttentionCall, *, phase: str, rotation: Any
+) -> Callable[..., Any]:
+    """Wrap `pallas_call` for a splash kernel of one block so that it rotates q and k as it reads them.
+
+    A kernel of its own reads and writes each once more: of Mistral 7B 78 us a layer for 2,048 tokens on v6e, by the
+    memory's speed, forward and backward. Gradients of q and k are rotated back where the kernel has written them.
+
+    Args:
+        rotation: cosine and sine of a row, (2, T, D).
+    """
+    factor, group = call.scores.scale, call.heads // call.kv_heads
+
+    def build(kernel: Any, *, grid_spec: Any, out_shape: Any, **settings: Any) -> Callable[..., Any]:
+        first, in_specs, scratch = grid_spec.num_scalar_prefetch, list(grid_spec.in_specs), grid_spec.scratch_shapes
+        turned = in_specs[:2]  # q and k
+        tables = [_table_block(spec) for spec in turned]
+        end = first + len(in_specs)
+        results = end + (0 if scratch else SCRATCH[phase])  # dq and dk of `dkv` are its first
+
+        def turning(*refs: Any) -> None:
+            given, own, tables = [*refs[:end], *refs[end + 2 : -2]], refs[-2:], refs[end : end + 2]
+            query, key = given[first : first + 2]
+            given[first : first + 2] = own
+            number = pl.program_id(HEAD_AXIS[phase]) % group  # of the query head, among those that share a key
+            _turn(query, own[0], tables[0], factor=factor)
+            pl.when(number == 0)(functools.partial(_turn, key, own[1], tables[1]))
+            kernel(*given)
+            if phase == "dkv":
+                of_query, of_key = given[results : results + 2]
+                _turn(of_query, of_query, tables[0], factor=factor, backward=True)
+                last = functools.partial(_turn, of_key, of_key, tables[1], backward=True)
+                pl.when(number == group - 1)(last)
+
+        held = tuple(pltpu.VMEM(spec.block_shape[-2:], jnp.dtype(call.dtype)) for spec in turned)
+        grid = pltpu.PrefetchScalarGridSpec(
+            first, grid_spec.grid, [*in_specs, *tables], grid_spec.out_specs, (*scratch, *held)
+        )
+        run = pallas_call(turning, grid_spec=grid, out_shape=out_shape, **settings)
+        return lambda *tensors: run(*tensors, rotation, rotation)
+
+    return build
+
+
+def _turn(source: Any, into: Any, table: Any, *, factor: float = 1.0, backward: bool = False) -> None:
+    """Write the rotated values of one reference of a kernel, times `factor`, into another, or the same."""
+    turned = _rotate(source[...], table[0], table[1], backward=backward)
+    into[...] = (turned if factor == 1 else turned * factor).astype(into.dtype)
+
+
+def _table_block(spec: Any) -> Any:
+    """Return the block of cosines and sines (2, T, D) of the tokens that a block of heads has."""
+    return pl.BlockSpec((2, *spec.block_shape[-2:]), lambda *at: (0, spec.index_map(*at)[-2], 0))
+
+
 def _flat_block(spec: Any) -> Any:
     """Convert a block spec: (..., None, n, D) at (..., h, i, 0) becomes (..., n, D) at (..., i, h)."""
     *outer, _, tokens, head_dim = spec.block_shape
@@ -157,8 +214,7 @@ def rotated(
     """
 
     def kernel(x_ref: Any, rotation_ref: Any, out_ref: Any) -> None:
-        rotate = _rotate(x_ref[...], rotation_ref[0], rotation_ref[1], backward=backward)
-        out_ref[...] = (rotate * factor).astype(out_ref.dtype)
+        _turn(x_ref, out_ref, rotation_ref, factor=factor, backward=backward)
 
     rows, length, width = flat.shape
     block, head_dim = call.block, call.head_dim
@@ -277,19 +333,29 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
     def run(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
         rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
         flat = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
-        scaled, key = rotate(flat[0], rotation, factor=call.scores.scale), rotate(flat[1], rotation, factor=1.0)
-        tensors = [scaled, key, flat[2], _padded(segments, extra=extra, axis=1, value=NO_SEGMENT)]
+        inside = rotation if call.rotates_inside else None
+        if inside is None:
+            flat[:2] = rotate(flat[0], rotation, factor=call.scores.scale), rotate(flat[1], rotation, factor=1.0)
+        tensors = [*flat, _padded(segments, extra=extra, axis=1, value=NO_SEGMENT)]
         if direction == "backward":
             out, log_sum, grad = others[-3:]
             tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
             tensors.append(_padded(grad, extra=extra, axis=1))
-        with _patched_pallas_call(call):
-            results = jax.vmap(functools.partial(per_row, _kernel(call, target=target), call))(*tensors)
+        kernel = _kernel(call, target=target)
+
+        def of_row(rotation: Any, *tensors: Any) -> Any:
+            with _patched_pallas_call(call, rotation=rotation):
+                return per_row(kernel, call, *tensors)
+
+        in_axes = (None if inside is None else 1, *[0] * len(tensors))
+        results = jax.vmap(of_row, in_axes=in_axes)(inside, *tensors)
         if direction == "forward":
             return results[0][:, : call.length], results[1][..., : call.length]
-        dq = rotate(results[0], rotation, factor=call.scores.scale, backward=True)
-        dk = rotate(results[1], rotation, factor=1.0, backward=True)
-        return tuple(grads[:, : call.length] for grads in (dq, dk, results[2]))
+        dq, dk, dv = results
+        if inside is None:
+            dq = rotate(dq, rotation, factor=call.scores.scale, backward=True)
+            dk = rotate(dk, rotation, factor=1.0, backward=True)
+        return tuple(grads[:, : call.length] for grads in (dq, dk, dv))
 
     return run
 
@@ -369,10 +435,13 @@ def _row_sums(out: Any, grad: Any, *, heads: int) -> Any:
 
 
 @contextmanager
-def _patched_pallas_call(call: AttentionCall) -> Iterator[None]:
-    """Patch splash's `pallas_call` inside: flat blocks where `call.is_flat`, and a cost estimate.
+def _patched_pallas_call(call: AttentionCall, *, rotation: Any) -> Iterator[None]:
+    """Patch splash's `pallas_call` inside: flat blocks where `call.is_flat`, a cost estimate, and rope.
 
     Splash gives no estimate, and the compiler cannot see into a kernel.
+
+    Args:
+        rotation: of the row (2, T, D), where kernels rotate q and k themselves.
     """
     real = kernels.pl
 
@@ -382,6 +451,8 @@ def _patched_pallas_call(call: AttentionCall) -> Iterator[None]:
             flops=call.flops(phase), transcendentals=call.exponentials, bytes_accessed=call.bytes_moved(phase)
         )
         build = with_sums_by_row(real.pallas_call) if phase == "fwd" else real.pallas_call
+        if rotation is not None:
+            build = with_rotation(build, call, phase=phase, rotation=rotation)
         build = flat_call(build, phase=phase) if call.is_flat else build
         return build(*args, name=name, cost_estimate=cost, **settings)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.hardware import HwConfig, flags_of
 from tpu_experiments.config.schema import Config
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -83,9 +83,9 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
     if hw.runtime == "eager":
         values["USE_TORCH_XLA"] = "0"  # else transformers imports it, which takes seconds, and uses nothing of it
-    if hw.libtpu_flags:
+    if flags := flags_of(hw):
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        values["LIBTPU_INIT_ARGS"] = " ".join([given, *hw.libtpu_flags]).strip()
+        values["LIBTPU_INIT_ARGS"] = " ".join([given, *flags]).strip()
     if hw.runtime == "torchtpu":
         values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
         if hw.device == "cpu" and hw.parallel == "spmd":

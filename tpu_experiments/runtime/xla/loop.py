@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.experimental.scan as torch_xla_scan
 from torch import Tensor
@@ -33,16 +31,9 @@ from tpu_experiments.runtime.ops import (
 )
 from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.runtime.sharding import ShardingTable
-from tpu_experiments.runtime.xla.in_place import XlaInPlace
+from tpu_experiments.runtime.xla.in_place import NAMES, XlaInPlace, uninitialised
 from tpu_experiments.runtime.xla.layout import constraints_over
 
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.uint8: "ui8",
-    torch.int32: "i32",
-}
-"""StableHLO's names of types."""
 Unwritten = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Maps the shape and type of a stack to an uninitialised tensor; None where it has to be filled with zeros."""
 
@@ -62,44 +53,11 @@ def uninitialised_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] 
         def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
             if len(shape) < 2 or shape[1] % rows or rows % num_shards or dtype not in NAMES:
                 return None
-            anchor = torch.zeros((), dtype=torch.int32, device=torch_xla.device())  # an operation needs an input
-            made: list[Tensor] = torch_xla._XLAC._xla_user_computation(
-                "xla::unwritten", [anchor], _computation(shape, dtype, num_shards)
-            )
-            return made[0]
+            return uninitialised(shape, dtype, num_shards=num_shards, along=1)
 
         return make
 
     return for_rows
-
-
-@functools.cache
-def _computation(shape: tuple[int, ...], dtype: torch.dtype, num_shards: int) -> object:
-    from jax._src.lib import xla_client
-
-    text = stablehlo(shape, NAMES[dtype], num_shards=num_shards)
-    computation = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=False)
-    return xb.computation_from_module_proto("unwritten", computation.as_serialized_hlo_module_proto())
-
-
-def stablehlo(shape: tuple[int, ...], dtype: str, *, num_shards: int) -> str:
-    """Return the StableHLO module of an uninitialised buffer, sharded along its second dimension.
-
-    Each chip allocates its own part (manual sharding, as in jax's shard_map).
-    """
-
-    def typed(second: int) -> str:
-        return f"tensor<{'x'.join(map(str, (shape[0], second, *shape[2:])))}x{dtype}>"
-
-    whole, part = typed(shape[1]), typed(shape[1] // num_shards)
-    tiles = ",".join(str(num_shards if dim == 1 else 1) for dim in range(len(shape)))
-    manual = ' {mhlo.sharding = "{manual}"}' if num_shards > 1 else ""
-    split = f'{{mhlo.sharding = "{{devices=[{tiles}]<=[{num_shards}]}}"}}'
-    lines = [f"%0 = stablehlo.custom_call @AllocateBuffer(){manual} : () -> {part}"]
-    if num_shards > 1:
-        lines.append(f"%1 = stablehlo.custom_call @SPMDShardToFullShape(%0) {split} : ({part}) -> {whole}")
-    lines.append(f"return %{len(lines) - 1} : {whole}")
-    return f"module {{ func.func @main(%arg0: tensor<i32>) -> {whole} {{\n" + "\n".join(lines) + "\n} }"
 
 
 def scan_stacks_from(make: Unwritten) -> AbstractContextManager[Any]:
@@ -218,5 +176,6 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
     else:
         mesh = Mesh()
         loop, constrain, shards = loop_for(device, mesh=mesh), unconstrained, 1
-    in_place = XlaInPlace(mesh, table.axes)
+    parts = mesh.num_shards if device.lower() == "tpu" and mesh.tensor == 1 else 0
+    in_place = XlaInPlace(mesh, table.axes, parts)
     return Folding(loop, constrain, table.axes, host_memory_for(device), shards, in_place)
