@@ -309,8 +309,9 @@ def pad_weights(module: nn.Module, in_place: InPlace) -> None:
         chosen = [(member, path, member.fitting_padding(in_loop=is_stack(path))) for member, path in family]
         places = {_place_of(member.weight, path, padding, in_place) for member, path, padding in chosen}
         if len(places) == 1 and (place := places.pop()):
+            parts = None if place == "gathered" else in_place.uninitialised_parts
             for member, path, padding in chosen:
-                member.pad_weight(padding, path, is_gathered=place == "gathered", parts=in_place.uninitialised_parts)
+                member.pad_weight(padding, path, is_gathered=place == "gathered", parts=parts)
 
 
 def _place_of(weight: Tensor, path: str, padding: Padding, in_place: InPlace) -> Literal["", "whole", "gathered"]:

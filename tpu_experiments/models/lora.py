@@ -76,8 +76,8 @@ class LoraLinear(nn.Module):
     """Where the module is in the model, if its weight is padded: layers that are folded differ in nothing."""
     is_gathered = False
     """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
-    uninitialised_parts = 0
-    """Parts that rows are split into where padding of tokens may be uninitialised (`widened`, runtime/ops.py)."""
+    uninitialised_parts: int | None = None
+    """See `with_low` (models/padded.py)."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class LoraLinear(nn.Module):
         fits = inputs >= TOGETHER_RATIO * outputs and outputs >= MIN_FEATURES and outputs % PADDING == 0
         return "rows" if fits and not self.dropout else ""
 
-    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False, parts: int = 0) -> None:
+    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False, parts: int | None = None) -> None:
         """Have the weight of the module at this path stored with padding."""
         self.padding, self.path, self.is_gathered, self.uninitialised_parts = padding, path, is_gathered, parts
 

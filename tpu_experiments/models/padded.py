@@ -60,7 +60,7 @@ def with_padding(weight: Tensor, values: Iterable[tuple[Tensor, tuple[int, int]]
     return weight
 
 
-def with_low(x: Tensor, a: Tensor, *, parts: int) -> tuple[Tensor, Tensor]:
+def with_low(x: Tensor, a: Tensor, *, parts: int | None) -> tuple[Tensor, Tensor]:
     """Return x with A x in its padding, (..., K + PADDING), and A x (..., r), named LOW.
 
     x is written into the wider tensor as it is computed, and A x behind it in place. Put together by `torch.cat` they
@@ -70,13 +70,15 @@ def with_low(x: Tensor, a: Tensor, *, parts: int) -> tuple[Tensor, Tensor]:
     Args:
         x: (..., K).
         a: scaled, (r, K).
-        parts: see `widened` (runtime/ops.py).
+        parts: see `widened` (runtime/ops.py); None puts both together by `torch.cat` all the same, which is faster
+            where a loop gathers weights (Mistral 7B on v5e-8, FSDP: 4,504 instead of 4,395 tokens/s; where a loop's
+            weights are whole, on v6e-8, 14,891 instead of 14,977).
     """
     out: tuple[Tensor, Tensor] = _WithLow.apply(x, a, parts)
     return out
 
 
-def joined_with(x: Tensor, low: Tensor, *, parts: int) -> Tensor:
+def joined_with(x: Tensor, low: Tensor, *, parts: int | None) -> Tensor:
     """Return x (..., K) with values in its padding, (..., K + PADDING), as `with_low` does."""
     out: Tensor = _Joined.apply(x, low, parts)
     return out
@@ -89,7 +91,7 @@ def beside(
     weights: Sequence[Tensor],
     bs: Sequence[Tensor],
     *,
-    parts: int = 0,
+    parts: int | None = 0,
     in_loop: bool = False,
 ) -> tuple[Tensor, ...]:
     """Multiply (x, A x) by weights that hold B beside W, to (..., N) each.
@@ -112,7 +114,7 @@ def beside(
 
 
 def below(
-    x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, parts: int = 0, in_loop: bool = False
+    x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, parts: int | None = 0, in_loop: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Multiply (..., K) by a frozen weight (N + PADDING, K) that holds A below W, to (..., N), and by A, to (..., r).
 
@@ -126,36 +128,36 @@ class _WithLow(Function):
     """A's gradient reads x where it is joined: another reader of the wider tensor would cost a copy of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-        wide = widened(x, PADDING, parts)
+    def forward(ctx: Any, x: Tensor, a: Tensor, parts: int | None) -> tuple[Tensor, Tensor]:
+        wide = x if parts is None else widened(x, PADDING, parts)
         low = named(contraction(wide[..., : x.shape[-1]], a.to(x.dtype), [x.ndim - 1], [1]), LOW)
-        joined = _behind(wide, low)
-        ctx.save_for_backward(joined, a)
+        joined = _together(x, low, None) if parts is None else _behind(wide, low)
+        ctx.save_for_backward(x if parts is None else joined, a)
         ctx.set_materialize_grads(False)
         return joined, low
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_joined: Tensor | None, of_low: Tensor | None) -> tuple[Tensor | None, ...]:
-        joined, a = ctx.saved_tensors
+        source, a = ctx.saved_tensors
         inputs = a.shape[1]
         if of_joined is not None:
             through = of_joined[..., inputs : inputs + len(a)]
             of_low = through if of_low is None else of_low + through
         assert of_low is not None, "autograd calls for one of the two"
-        tokens = list(range(joined.ndim - 1))
-        of_a = summed_over(tokens, of_low, joined[..., :inputs], dtype=a.dtype)
+        tokens = list(range(source.ndim - 1))
+        of_a = summed_over(tokens, of_low, source[..., :inputs], dtype=a.dtype)
         if not ctx.needs_input_grad[0]:
             return None, of_a, None
-        of_x = contraction(of_low, a.to(of_low.dtype), [joined.ndim - 1], [0])
+        of_x = contraction(of_low, a.to(of_low.dtype), [source.ndim - 1], [0])
         return of_x if of_joined is None else of_joined[..., :inputs] + of_x, of_a, None
 
 
 class _Joined(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, parts: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, low: Tensor, parts: int | None) -> Tensor:
         ctx.inputs, ctx.rank = x.shape[-1], low.shape[-1]
-        return _behind(widened(x, PADDING, parts), low)
+        return _together(x, low, parts)
 
     @staticmethod
     @once_differentiable
@@ -165,7 +167,9 @@ class _Joined(Function):
 
 class _Beside(Function):
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, x: Tensor, low: Tensor, parts: int, *both: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, joined: Tensor, x: Tensor, low: Tensor, parts: int | None, *both: Tensor
+    ) -> tuple[Tensor, ...]:
         weights, bs = both[: len(both) // 2], both[len(both) // 2 :]
         ctx.save_for_backward(low, *both)
         ctx.inputs, ctx.parts = x.shape[-1], parts
@@ -188,7 +192,7 @@ class _Beside(Function):
         of_low = torch.cat(of_lows, dim=-1)
         of_x: list[Tensor] = []
         for grad, weight, b in zip(grads, weights, bs, strict=True):
-            whole = grad if len(weight) == len(b) else _behind(widened(grad, PADDING, ctx.parts), of_low)
+            whole = grad if len(weight) == len(b) else _together(grad, of_low, ctx.parts)
             of_x.append(contraction(whole, weight[:, : ctx.inputs], features, [0]))
         return None, sum(of_x[1:], of_x[0]), of_low, *none, *of_bs
 
@@ -196,7 +200,7 @@ class _Beside(Function):
 class _Below(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, outputs: int, parts: int, is_apart: bool
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, outputs: int, parts: int | None, is_apart: bool
     ) -> tuple[Tensor, Tensor]:
         # The activation is written once, as the product with up_proj ends; else each of its three readers, dA among
         # them, computes it again. A barrier before its gradient too would keep that out of the product with W and A.
@@ -211,13 +215,20 @@ class _Below(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_low: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a = ctx.saved_tensors
-        joined = _behind(widened(grad, PADDING, ctx.parts), of_low)
+        joined = _together(grad, of_low, ctx.parts)
         # With a sum behind it XLA computes the gradients of gate_proj's and up_proj's outputs as the product ends, else
         # in a pass of their own: 251 us a layer, 22 ms of a step of Mistral 7B on v6e-8. What is added is 0, or NaN
         # where the gradient is not finite, so that the step is skipped with and without it. It is a number of the same
         # token: one of another chip's would cost an all-reduce a layer, 128 in that step, for 0.2 % of its estimate.
         of_x = contraction(joined, weight, [grad.ndim - 1], [0]) + of_low[..., :1] * 0
         return of_x, None, summed_over(list(range(grad.ndim - 1)), of_low, x, dtype=a.dtype), None, None, None
+
+
+def _together(x: Tensor, low: Tensor, parts: int | None) -> Tensor:
+    """Return x (..., K) with values in its padding, (..., K + PADDING), and zeros behind them."""
+    if parts is None:
+        return torch.cat([x, F.pad(low, (0, PADDING - low.shape[-1]))], dim=-1)
+    return _behind(widened(x, PADDING, parts), low)
 
 
 def _behind(wide: Tensor, low: Tensor) -> Tensor:
