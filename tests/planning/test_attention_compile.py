@@ -23,11 +23,8 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     (optimized,) = (tmp_path / "plans" / "compiled").glob("*/optimized.hlo")
     text = optimized.read_text()
     found = read_program(text).kernels
-    turns = {(kernel.count, kernel.flops) for kernel in found if kernel.name == "tpu_custom_call"}
-    kernels = {kernel.name: kernel for kernel in found if kernel.name != "tpu_custom_call"}
+    kernels = {kernel.name: kernel for kernel in found}  # that q and k are turned is part of them
     call = AttentionCall(1, 4, 2, 256, 16, "bfloat16", Scores(0.25, window=48))
-    # 4 heads of queries and 2 of keys, in two layers: forward, computed again, for the backward kernel, the gradients
-    assert turns == {(8, 5 * heads * 256 * 16) for heads in (4, 2)}
     work = {"_splash_attention_forward": call.flops("fwd"), "_splash_attention_bwd_dkv": call.flops("dkv")}
     assert {name: kernel.flops for name, kernel in kernels.items()} == work
     counts = {"_splash_attention_forward": 4, "_splash_attention_bwd_dkv": 2}  # two layers, computed again backward
