@@ -86,7 +86,7 @@ def test_beside_is_weights_and_adapters(device: str, in_loop: bool, holds_a: boo
             rows = F.pad(a.detach(), (0, PADDING, 0, PADDING - len(a)))
             held.append(torch.cat([wide, rows]) if holds_a and number == 1 else wide)
         joined, low = with_low(x.detach() if holds_a else x, a, parts=0)
-        return torch.cat(beside(joined, x, low, held, both[3:], in_loop=in_loop), -1)
+        return torch.cat(beside(joined, x, low, held, both[3:], parts=0, in_loop=in_loop), -1)
 
     def apart(x: Tensor, a: Tensor, *both: Tensor) -> Tensor:
         lows = F.linear(x, a).split(ranks, dim=-1)
@@ -109,7 +109,7 @@ def test_below_is_a_weight_and_an_adapter(device: str) -> None:
 
     def ours(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         held = torch.cat([weight, F.pad(a.detach(), (0, 0, 0, PADDING - len(a)))])
-        return torch.cat(below(x, held, a, outputs=15), -1)
+        return torch.cat(below(x, held, a, outputs=15, parts=0), -1)
 
     def apart(x: Tensor, weight: Tensor, a: Tensor) -> Tensor:
         return torch.cat([F.linear(x, weight), F.linear(x, a)], -1)
@@ -283,7 +283,7 @@ def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, mon
 
     config = make_config(*WORDS)
     assert paddings(built(config, xla).module) == UNROLLED
-    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",)):
+    for words in (("lora.dora=true",), ("model.base=int8",), ("lora.r=20",), ("lora.r=24",)):
         assert "columns" not in paddings(built(make_config(*WORDS, *words), xla).module).values(), words
     folding = xla.folding
     sharded = XlaInPlace(Mesh(fsdp=4), lambda name, shape: (("fsdp",), None))

@@ -77,7 +77,7 @@ class LoraLinear(nn.Module):
     is_gathered = False
     """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
     uninitialised_parts: int | None = None
-    """See `with_low` (models/padded.py)."""
+    """Parts that rows are split into where tokens are written in place (`with_low`, models/padded.py), or None."""
 
     def __init__(
         self,
@@ -393,7 +393,7 @@ class Siblings:
         """Return the product of `x` with the weight and the adapter of `member`, whose padding holds B."""
         if x is not self._x or id(member) not in self._outs:
             self._outs = dict(zip(map(id, self.members), self._products(x), strict=True))
-            self._x = x
+            self._x, self._lows = x, {}
         out = self._outs.pop(id(member))
         if not self._outs:
             self._x = None
@@ -421,7 +421,7 @@ class Siblings:
     def _multiply(self, member: LoraLinear, x: Tensor) -> None:
         if x is self._x:
             return
-        self._x, self._joined = x, None
+        self._x, self._joined, self._outs = x, None, {}
         self._all = member.low_rank(x, torch.cat([m.lora_A for m in self.members], dim=-2))
         ranks = [m.lora_A.shape[-2] for m in self.members]
         lows, firsts = self._all.split(ranks, dim=-1), itertools.accumulate([0, *ranks[:-1]])

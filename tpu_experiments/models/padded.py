@@ -33,8 +33,9 @@ from tpu_experiments.runtime.ops import apart, widened, written
 PADDING = 128
 """Columns or rows added to a weight: the lanes of a TPU."""
 MIN_FEATURES = 2048
-"""Features of a weight's narrow side from which it is padded. Gemma 3 270M (640) gains nothing: it copies its small
-weights, 75,741 tokens/s and 75,830 padded."""
+"""Input features, and with A below W alone output features, from which a weight is padded.
+
+Gemma 3 270M (640) gains nothing: it copies its small weights, 75,741 tokens/s and 75,830 padded."""
 _weights: ContextVar[Mapping[str, Tensor] | None] = ContextVar("weights", default=None)
 
 
@@ -91,7 +92,7 @@ def beside(
     weights: Sequence[Tensor],
     bs: Sequence[Tensor],
     *,
-    parts: int | None = 0,
+    parts: int | None = None,
     in_loop: bool = False,
 ) -> tuple[Tensor, ...]:
     """Multiply (x, A x) by weights that hold B beside W, to (..., N) each.
@@ -103,7 +104,7 @@ def beside(
         weights: (N, K + PADDING), frozen; where one has rows of padding too, the A of all adapters are in them, and the
             gradient of x includes that through A.
         bs: B in float32, (N, r), for its gradient.
-        parts: see `widened` (runtime/ops.py).
+        parts: see `with_low`.
         in_loop: whether the weights are cut out of stacks, from which XLA cuts W with a copy of its own. The gradients
             of x and A x are then one product with all of it, that of `joined` (Mistral 7B on v6e-8, folded: 0.585
             instead of 0.672 s a step); unrolled that loses (0.534 instead of 0.512 s).
@@ -114,7 +115,7 @@ def beside(
 
 
 def below(
-    x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, parts: int | None = 0, in_loop: bool = False
+    x: Tensor, weight: Tensor, a: Tensor, *, outputs: int, parts: int | None = None, in_loop: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Multiply (..., K) by a frozen weight (N + PADDING, K) that holds A below W, to (..., N), and by A, to (..., r).
 

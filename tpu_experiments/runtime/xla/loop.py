@@ -45,9 +45,9 @@ def uninitialised_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] 
     compilers lack the operation, and where `tensor` shards features: XLA decides which values that applies to, and
     a stack annotated as replicated along `tensor` would force an all-gather.
     """
-    if device.lower() != "tpu" or mesh.tensor > 1:
+    num_shards = _uninitialised_parts(device, mesh)
+    if not num_shards:
         return None
-    num_shards = mesh.num_shards
 
     def for_rows(rows: int) -> Unwritten:
         def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -58,6 +58,11 @@ def uninitialised_for(device: str, *, mesh: Mesh) -> Callable[[int], Unwritten] 
         return make
 
     return for_rows
+
+
+def _uninitialised_parts(device: str, mesh: Mesh) -> int:
+    """Return the parts that rows of uninitialised tensors are split into; 0 where there are no such tensors."""
+    return mesh.num_shards if device.lower() == "tpu" and mesh.tensor == 1 else 0
 
 
 def scan_stacks_from(make: Unwritten) -> AbstractContextManager[Any]:
@@ -176,6 +181,5 @@ def folding_on(device: str, *, hw: HwConfig, mesh: Mesh, table: ShardingTable) -
     else:
         mesh = Mesh()
         loop, constrain, shards = loop_for(device, mesh=mesh), unconstrained, 1
-    parts = mesh.num_shards if device.lower() == "tpu" and mesh.tensor == 1 else 0
-    in_place = XlaInPlace(mesh, table.axes, parts)
+    in_place = XlaInPlace(mesh, table.axes, _uninitialised_parts(device, mesh))
     return Folding(loop, constrain, table.axes, host_memory_for(device), shards, in_place)
