@@ -144,6 +144,12 @@ def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
         found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
     assert not weights_with_adapters()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    first, second = layers
+    with with_adapters(held):
+        first(xs[0] + 1)
+    first(xs[1])  # by its own weights, while a product of the other tensor waits for the second
+    with with_adapters(held):
+        torch.testing.assert_close(second(xs[1]), expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
