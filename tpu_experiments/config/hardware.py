@@ -120,9 +120,13 @@ class HwConfig:
     """Request with which launch/tpu.py rents the machine; null if it cannot."""
     calibration: CalibrationConfig | None = None
     """Correction of planned times; null applies none."""
+    fusion_memory_mib: int | None = number(default=None, at_least=1)
+    """Vector memory of a TPU, in MiB, that one operation may use (`--xla_tpu_scoped_vmem_limit_kib`). More gives larger
+    tiles; what is left of 128 MiB (v5e and v6e) holds tensors from one operation to the next. null leaves it to the
+    compiler, which takes 16. Without a TPU it has no effect."""
     libtpu_flags: list[str] = field(default_factory=list)
     """Flags added to LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on an unknown flag. They follow
-    `--xla_tpu_enable_deduplicated_calls=true`, which may be turned off here."""
+    `--xla_tpu_enable_deduplicated_calls=true`, which may be turned off here, and that of `fusion_memory_mib`."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
     compile_cache: str = place("local", default="auto")
@@ -143,4 +147,8 @@ class HwConfig:
 
 def flags_of(hw: HwConfig) -> list[str]:
     """Return the flags that libtpu is given; none without a TPU, unless the config has some."""
-    return [*(ALWAYS if hw.device == "tpu" else ()), *hw.libtpu_flags]
+    if hw.device != "tpu":
+        return hw.libtpu_flags
+    memory = hw.fusion_memory_mib
+    limit = [] if memory is None else [f"--xla_tpu_scoped_vmem_limit_kib={memory * 1024}"]
+    return [*ALWAYS, *limit, *hw.libtpu_flags]

@@ -86,6 +86,7 @@ UNSET: dict[str, Any] = {
 """Values of keys of a source or stage that have the same effect as leaving the key out."""
 ADDED: dict[str, Any] = {
     "hw.cuda_graphs": True,
+    "hw.fusion_memory_mib": None,
     "model.base": "dense",
     "model.base_double_quant": True,
     "model.base_activations": "as_they_are",

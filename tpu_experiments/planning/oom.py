@@ -241,7 +241,7 @@ def kernel_too_large(shortage: OutOfMemory, *, what: str) -> ConfigError:
     used, limit = (round(gib * KIB * KIB) for gib in (shortage.used_gib, shortage.limit_gib))
     return ConfigError(
         f"task=plan; {what} takes {used:,} KiB of {shortage.memory_space} in one kernel and {limit:,} KiB are there; "
-        "use smaller blocks of attention, or raise --xla_tpu_scoped_vmem_limit_kib in hw.libtpu_flags."
+        "use smaller blocks of attention, or raise hw.fusion_memory_mib."
     )
 
 
