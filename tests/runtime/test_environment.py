@@ -1,6 +1,8 @@
 """Variables that a command sets before torch is imported."""
 
 import os
+import subprocess
+import sys
 from unittest import mock
 
 from tests.config.composing import composed
@@ -34,3 +36,49 @@ def test_vector_memory_of_an_operation_is_a_flag_in_kib() -> None:
         found = variables(composed("hw=v6e8", "hw.fusion_memory_mib=48", f"hw.libtpu_flags=[{limit}\\=1024]").hw)
         assert found["LIBTPU_INIT_ARGS"].split()[1:] == [f"{limit}={48 * 1024}", f"{limit}=1024"]
         assert limit not in variables(composed("hw=v6e8", "hw.fusion_memory_mib=null").hw)["LIBTPU_INIT_ARGS"]
+
+
+SETTLED = """
+import os
+os.environ["LIBTPU_INIT_ARGS"] = "--mine=1"
+import torch_xla
+from tests.config.composing import composed
+from tpu_experiments.runtime.processes.env import change_flags, variables
+before, after = composed("hw=v6e8").hw, composed("hw=v6e8", "hw.fusion_memory_mib=48").hw
+os.environ["LIBTPU_INIT_ARGS"] = variables(before)["LIBTPU_INIT_ARGS"] + " --of_torch_xla=1"
+change_flags(before, before)
+print(os.environ["LIBTPU_INIT_ARGS"])
+change_flags(before, after)
+print(os.environ["LIBTPU_INIT_ARGS"])
+torch_xla.device()
+change_flags(before, after)  # as the second run of a pack does
+change_flags(after, before)
+"""
+READ_LATE = """
+import os
+import torch_xla
+os.environ["LIBTPU_INIT_ARGS"] = "--xla_tpu_nonsense=1"
+torch_xla.device()
+"""
+
+
+def output_of(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "LIBTPU_INIT_ARGS"} | variables
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=240)
+
+
+def test_settings_of_the_table_replace_flags_until_a_device_is_used() -> None:
+    found = output_of(SETTLED, PJRT_DEVICE="CPU")
+    before, after = (line.split() for line in found.stdout.splitlines())
+    assert "--xla_tpu_scoped_vmem_limit_kib=98304" in before
+    assert "--xla_tpu_scoped_vmem_limit_kib=98304" not in after
+    assert {"--mine=1", "--of_torch_xla=1", "--xla_tpu_scoped_vmem_limit_kib=49152"} <= set(after)
+    assert found.stderr.splitlines()[-1] == (
+        "RuntimeError: a device was used before the flags of libtpu were known; use none earlier"
+    )
+
+
+def test_libtpu_reads_its_flags_when_the_first_device_is_used() -> None:
+    """So those that are set after torch_xla was imported count. There is no TPU: libtpu reads them before it looks."""
+    found = output_of(READ_LATE, PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1")
+    assert "Unknown command line flag 'xla_tpu_nonsense'" in found.stderr

@@ -15,7 +15,7 @@ from tpu_experiments.config.schema import Config
 
 KEPT = ("model.stack", "model.stack_group", "model.remat", "trainer.loss_chunk_tokens")
 """Settings that change the last bits of sums and so belong to a run's identity; a resumed run keeps its values."""
-SPEED = (*KEPT, "sharding", "hw.attention_block", "trainer.micro_batch_rows")
+SPEED = (*KEPT, "sharding", "hw.attention_block", "hw.fusion_memory_mib", "trainer.micro_batch_rows")
 
 
 def value_of(config: Config, key: str) -> Any:

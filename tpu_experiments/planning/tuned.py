@@ -63,7 +63,7 @@ class Line:
     @property
     def words(self) -> str:
         """The settings in the form that the command line takes."""
-        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+        return words_of(self.settings)
 
 
 def tuned(
@@ -144,8 +144,7 @@ def tuned_notes(config: Config, speed: float) -> list[str]:
     """
     found, best = fields_of(config), fastest(config)
     if found is not None:
-        words = " ".join(f"{key}={value}" for key, value in found["settings"].items())
-        return [f"settings of conf/tuned.yaml ({found['date']}): {words}"]
+        return [f"settings of conf/tuned.yaml ({found['date']}): {words_of(found['settings'])}"]
     if best is None or speed >= best.tokens_per_second / 2:
         return []
     log.warning(
@@ -163,7 +162,17 @@ def tuned_notes(config: Config, speed: float) -> list[str]:
 def overrides_of(before: Config, after: Config) -> tuple[str, ...]:
     """Return the overrides that lead from one config to the other, as the command line takes them."""
     changed = [key for key in SPEED if value_of(before, key) != value_of(after, key)]
-    return (*(f"{key}={value_of(after, key)}" for key in changed), f"tuned={after.tuned}")
+    return (*(word_of(key, value_of(after, key)) for key in changed), f"tuned={after.tuned}")
+
+
+def words_of(settings: Mapping[str, Any]) -> str:
+    """Return settings as the command line takes them."""
+    return " ".join(word_of(key, value) for key, value in settings.items())
+
+
+def word_of(key: str, value: Any) -> str:
+    """Return one setting as the command line takes it."""
+    return f"{key}={'null' if value is None else value}"
 
 
 def line_is_of(line: Line, config: Config) -> bool:

@@ -25,6 +25,7 @@ from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, start_thread_log, stop_run_log, stop_thread_log
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime, device_name
+from tpu_experiments.runtime.processes.env import change_flags
 from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import lease, retry
@@ -156,6 +157,7 @@ def with_rows(config: Config) -> Config:
     with explain_storage_errors(config.output_dir):
         found, is_begun = with_settings_of_run(config), has_begun(config)
     found = with_open_settings(found, is_begun=is_begun)
+    change_flags(config.hw, found.hw)
     if config.hw.chip is not None and is_open(config):
         from tpu_experiments.planning.check import check_memory
 

@@ -37,6 +37,25 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
         require_device(hw)
 
 
+def change_flags(before: HwConfig, after: HwConfig) -> None:
+    """Give libtpu the flags of another hardware config than the environment was prepared with.
+
+    torch_xla may be imported; libtpu reads its flags when the first device is used.
+
+    Raises:
+        RuntimeError: one has been used, so the flags would have no effect.
+    """
+    old, new = flags_of(before), flags_of(after)
+    given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    wanted = [*(flag for flag in given if flag not in (*old, *new)), *new]
+    if old == new or wanted == given or "LIBTPU_INIT_ARGS" in after.env:
+        return
+    xla = sys.modules.get("torch_xla")
+    if xla is not None and xla._XLAC._xla_runtime_is_initialized():
+        raise RuntimeError("a device was used before the flags of libtpu were known; use none earlier")
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(wanted)
+
+
 def require_device(hw: HwConfig) -> None:
     """Look for the devices that `hw` asks for; nothing is initialised.
 
