@@ -15,7 +15,7 @@ from typing import Any
 
 from tpu_experiments.config.compose import CONF, config_of
 from tpu_experiments.config.schema import register
-from tpu_experiments.planning.tuned import Line, facts_of, lines
+from tpu_experiments.planning.tuned import Line, facts_of, lines, word_of
 
 REPOSITORY = CONF.parent
 AS_IT_IS = "task.search.axes={trainer.micro_batch_rows:[],sharding:[],model.stack:[],model.remat:[]}"
@@ -36,7 +36,12 @@ def words_of(line: Line) -> list[str]:
         "lora.targets": json.dumps(list(line.targets)).replace(" ", ""),
         **line.settings,
     }
-    words = [f"model={line.model}", "data=sample_text", f"hw={line.hw}", *(f"{k}={v}" for k, v in settings.items())]
+    words = [
+        f"model={line.model}",
+        "data=sample_text",
+        f"hw={line.hw}",
+        *(word_of(key, value) for key, value in settings.items()),
+    ]
     for base in BASES:
         if facts_of(config_of([*words, *base, "tuned=off", "task=plan", "~local"])) == line.facts:
             return [*words, *base]
