@@ -219,8 +219,8 @@ class _Below(Function):
         joined = _together(grad, of_low, ctx.parts)
         # With a sum behind it XLA computes the gradients of gate_proj's and up_proj's outputs as the product ends, else
         # in a pass of their own: 251 us a layer, 22 ms of a step of Mistral 7B on v6e-8. What is added is 0, of a row
-        # of the weight: a number of each token takes memory from the product's tiles (453 instead of 353 us). In a loop,
-        # where the weight is cut out of a stack, it is that number (0.563 instead of 0.607 s a step), of the same
+        # of the weight: a number of each token takes memory from the product's tiles (453 instead of 353 us). In a
+        # loop, where the weight is cut out of a stack, it is that number (0.563 instead of 0.607 s a step), of the same
         # token: one of another chip's would cost an all-reduce a layer.
         zero = weight[-1] * 0 if ctx.is_apart else of_low[..., :1] * 0
         of_x = contraction(joined, weight, [grad.ndim - 1], [0]) + zero
