@@ -196,6 +196,10 @@ CASES = {
     ),
     "eager and spmd": (["hw.runtime=eager", "hw.parallel=spmd"], ["plain torch has no SPMD; use hw.parallel=spawn"]),
     "inline on four": (["hw.num_devices=4"], ["hw.num_devices=4 with hw.parallel=inline; ", "use hw.parallel=spmd"]),
+    "more vector memory than a chip has": (
+        ["hw=v6e8", "hw.fusion_memory_mib=200"],
+        ["hw.fusion_memory_mib=200; it must be"],
+    ),
     "blocks of 200 tokens": (["hw.attention_block=200"], ["hw.attention_block=200; ", "use 128 or 256"]),
     "spawn on torch_xla's CPU": (
         ["hw.parallel=spawn", "hw.num_devices=4"],

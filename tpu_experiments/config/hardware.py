@@ -120,7 +120,7 @@ class HwConfig:
     """Request with which launch/tpu.py rents the machine; null if it cannot."""
     calibration: CalibrationConfig | None = None
     """Correction of planned times; null applies none."""
-    fusion_memory_mib: int | None = number(default=None, at_least=1)
+    fusion_memory_mib: int | None = number(default=None, at_least=1, at_most=128)
     """Vector memory of a TPU, in MiB, that one operation may use (`--xla_tpu_scoped_vmem_limit_kib`). More gives larger
     tiles; what is left of 128 MiB (v5e and v6e) holds tensors from one operation to the next. null leaves it to the
     compiler, which takes 16. Without a TPU it has no effect."""

@@ -108,9 +108,10 @@ def start_of(config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = 
     Raises:
         ConfigError: something the user can fix; nothing was written.
     """
-    watch = Stopwatch()
+    watch, prepared_for = Stopwatch(), config.hw
     with watch.measure("setup"), explain_storage_errors(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
+    change_flags(prepared_for, config.hw)
     with explain_storage_errors(config.output_dir):
         folder = hosts.together(lambda: open_run(config, may_lengthen=True))
         is_longer = hosts.together(lambda: has_other_length(folder, config))
@@ -157,7 +158,6 @@ def with_rows(config: Config) -> Config:
     with explain_storage_errors(config.output_dir):
         found, is_begun = with_settings_of_run(config), has_begun(config)
     found = with_open_settings(found, is_begun=is_begun)
-    change_flags(config.hw, found.hw)
     if config.hw.chip is not None and is_open(config):
         from tpu_experiments.planning.check import check_memory
 

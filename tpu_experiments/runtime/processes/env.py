@@ -1,4 +1,4 @@
-"""Environment variables of a run, set before torch_xla reads its flags, once, at import."""
+"""Environment variables of a run, set before torch_xla reads its flags, at import, and libtpu its, with a device."""
 
 import os
 import resource
