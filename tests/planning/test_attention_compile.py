@@ -25,12 +25,12 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     found = read_program(text).kernels
     kernels = {kernel.name: kernel for kernel in found}  # that q and k are turned is part of them
     call = AttentionCall(1, 4, 2, 256, 16, "bfloat16", Scores(0.25, window=48))
-    work = {"_splash_attention_forward": call.flops("fwd"), "_splash_attention_bwd_dkv": call.flops("dkv")}
+    work = {"attention_forward": call.flops("fwd"), "attention_backward": call.flops("bwd")}
     assert {name: kernel.flops for name, kernel in kernels.items()} == work
-    counts = {"_splash_attention_forward": 4, "_splash_attention_bwd_dkv": 2}  # two layers, computed again backward
+    counts = {"attention_forward": 4, "attention_backward": 2}  # two layers, computed again backward
     assert {name: kernel.count for name, kernel in kernels.items()} == counts
-    forward = kernels["_splash_attention_forward"]
-    assert forward.operand_shapes[2:5] == ("bf16[4,256,16]", "bf16[2,256,16]", "bf16[2,256,16]")
+    forward = kernels["attention_forward"]
+    assert forward.operand_shapes[:3] == ("bf16[1,4,256,16]", "bf16[1,2,256,16]", "bf16[1,2,256,16]")
     # What the layers save is written into a buffer that nothing was written into before, here in the host's memory
     # (space 5): of two layers, one row's input.
     assert re.search(r"bf16\[2,1,256,64\]\{\S*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)

@@ -24,6 +24,11 @@ PLAIN = AttentionCall(1, 2, 1, 128, 128, "float32", Scores(0.1))
 LOCAL = AttentionCall(2, 4, 4, 384, 64, "float32", Scores(0.125, window=41, causal=False), max_block=128)
 WHOLE = AttentionCall(2, 4, 2, 200, 64, "float32", Scores(0.125, causal=False), rotates=True, max_block=128)
 ONE_BLOCK = AttentionCall(1, 8, 8, 128, 128, "float32", Scores(0.1, causal=False), rotates=True)
+# One block of several parts, the last of them shorter; 600 tokens are padded to 640.
+PARTS = AttentionCall(2, 4, 2, 600, 64, "float32", Scores(0.125), rotates=True)
+CAPPED = AttentionCall(1, 8, 2, 640, 128, "float32", Scores(0.1, window=200, soft_cap=20.0), rotates=True)
+AROUND = AttentionCall(1, 2, 2, 512, 64, "float32", Scores(0.125, window=65, causal=False))
+NARROW = AttentionCall(1, 4, 1, 384, 16, "float32", Scores(0.25, window=48), rotates=True)
 
 
 def random_inputs(call: AttentionCall) -> list[torch.Tensor]:
@@ -73,8 +78,11 @@ def by_formula(call: AttentionCall, q, k, v, grad, turns, segments) -> list[torc
 
 @pytest.mark.parametrize(
     "call",
-    [MISTRAL, GEMMA, QWEN, PLAIN, LOCAL, WHOLE, ONE_BLOCK],
-    ids=["mistral", "gemma", "qwen", "not turned", "local encoder", "encoder", "encoder of one block"],
+    [MISTRAL, GEMMA, QWEN, PLAIN, LOCAL, WHOLE, ONE_BLOCK, PARTS, CAPPED, AROUND, NARROW],
+    ids=[
+        *("mistral", "gemma", "qwen", "not turned", "local encoder", "encoder", "encoder of one block"),
+        *("parts", "parts with window and cap", "parts of a local encoder", "narrow heads"),
+    ],
 )
 def test_the_kernels_compute_attention_and_its_gradients(call):
     inputs = random_inputs(call)
@@ -143,7 +151,8 @@ def test_each_chip_gets_its_rows(direction, length, num_kernels):
     text = xla_client.XlaComputation(lowered(call, direction=direction, target="tpu")).as_hlo_text()
     found = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     assert len(found) == num_kernels
-    assert any(f"bf16[{length},1024]" in kernel for kernel in found)
+    shape = f"bf16[1,{length},1024]" if call.is_whole else f"bf16[{length},1024]"
+    assert any(shape in kernel for kernel in found)
     assert not any("bf16[8" in kernel for kernel in found)
     assert text.count("sharding={devices=[8,1,1]<=[8]}") >= 4
     assert "sharding={devices=[1,8,1,1]<=[8]}" in text
@@ -166,8 +175,31 @@ def test_each_chip_gets_its_heads(direction):
     assert call.flops("fwd") == 2 * call.of_one_chip.flops("fwd")
 
 
-def test_a_row_of_one_block_has_all_gradients_from_one_kernel():
-    assert [call.backward for call in (MISTRAL, GEMMA, QWEN)] == ["split", "fused", "split"]
+def test_whole_rows_compute_the_scores_that_their_parts_meet():
+    assert [call.is_whole for call in (MISTRAL, GEMMA, QWEN, PARTS)] == [False, True, False, True]
     assert GEMMA.flops("fwd") == 2 * 2 * 4 * 128 * 128 * 256
-    assert 2 * GEMMA.flops("dkv") == 5 * GEMMA.flops("fwd")
+    assert 2 * GEMMA.flops("bwd") == 5 * GEMMA.flops("fwd")
     assert 2 * (MISTRAL.flops("dkv") + MISTRAL.flops("dq")) == 7 * MISTRAL.flops("fwd")
+    long = dataclasses.replace(GEMMA, length=1024, head_dim=128)
+    assert long.exponentials("fwd") == long.exponentials("bwd") == 4 * 1024**2 * 10 // 16  # tiles of 256 x 256
+    window = dataclasses.replace(long, scores=Scores(1.0, window=100))
+    assert window.exponentials("fwd") == 4 * 256 * (256 + 3 * 384)
+    assert window.exponentials("bwd") == 4 * 256 * (3 * 384 + 256)
+    both = dataclasses.replace(long, scores=Scores(1.0, causal=False))
+    assert both.exponentials("fwd") == 4 * 1024**2
+
+
+@pytest.mark.parametrize("phase", ["fwd", "bwd"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 500])
+def test_parts_meet_every_token_that_they_see(window, causal, phase):
+    """And no group of 128 that none of them sees."""
+    scores = Scores(1.0, window=window, causal=causal)
+    call = AttentionCall(1, 1, 1, 896, 64, "bfloat16", scores)
+    mask = mask_of(torch.ones(1, 896), scores)[0, 0]
+    mask = mask if phase == "fwd" else mask.T
+    parts = call.meetings(phase)
+    assert [token for part, _ in parts for token in range(part.start, part.stop)] == list(range(896))
+    for part, others in parts:
+        groups = mask[part].view(-1, 7, 128).any(2).any(0)
+        assert groups.nonzero().flatten().tolist() == list(range(others.start // 128, others.stop // 128))

@@ -9,7 +9,7 @@ heads, K key/value heads, T tokens, D head dimension."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -151,8 +151,8 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 Direction = Literal["forward", "backward"]
-Phase = Literal["fwd", "dkv", "dq"]
-"""jax's names of its three kernels."""
+Phase = Literal["fwd", "bwd", "dkv", "dq"]
+"""Kernels: forward; backward, of a row that is read whole; and jax's names of splash's two for backward."""
 Target = Literal["tpu", "interpreted"]
 SUBLANES = 8
 """Rows of a tile of vector registers."""
@@ -162,6 +162,17 @@ MAX_BLOCK = 1024
 """Tokens in the largest block of queries and of keys."""
 COARSE_BLOCK = 512
 """Rows longer than MAX_BLOCK are padded to a multiple of this, so that no block is smaller."""
+PART = 256
+"""Tokens that a kernel of whole rows takes at once where positions are masked."""
+
+
+class Meeting(NamedTuple):
+    """Tokens of a row whose scores a kernel computes at once."""
+
+    part: slice
+    """Queries forward, keys backward."""
+    others: slice
+    """The keys, or queries, that any of them meets."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +197,9 @@ class AttentionCall:
     max_block: int = MAX_BLOCK
 
     @property
-    def rotates_inside(self) -> bool:
-        """Whether the kernels apply rope as they read q and k: where a row is one block, which they read once."""
-        return self.rotates and self.block == self.padded_length
+    def is_whole(self) -> bool:
+        """Whether a kernel holds a row whole (whole_rows.py): where it is one block. Longer ones are splash's."""
+        return self.block == self.padded_length
 
     @property
     def of_one_chip(self) -> "AttentionCall":
@@ -234,34 +245,41 @@ class AttentionCall:
         pairs = ((i, j) for i in range(count) for j in range(i + 1 if self.scores.causal else count))
         return sum((abs(i - j) - 1) * self.block + 1 < window for i, j in pairs)
 
-    @property
-    def backward(self) -> Literal["fused", "split"]:
-        """Backward kernels: `fused`, one for all gradients, or `split`, with one of its own for dQ.
-
-        Fused takes 5 matmuls per block, split 7. The fused kernel writes one dQ per block of keys, summed outside the
-        kernel. By libtpu 0.0.21's estimates and with kernels at 40% of peak, 4 rows of 2,048 tokens with 32 heads of
-        128 in blocks of 1,024 take 4.4 ms fused on v6e against 2.6 ms split (v5e: 9.1 against 10.5 ms), and the dQ
-        copies grow with the square of the length.
-        """
-        return "fused" if self.block == self.padded_length else "split"
+    def meetings(self, phase: Phase) -> list[Meeting]:
+        """Return the parts of a whole row and what each meets: keys of queries (`fwd`), or queries of keys (`bwd`)."""
+        length, causal = self.padded_length, self.scores.causal
+        reach = (self.window or length) - 1
+        before, after = (reach, 0 if causal else reach) if phase == "fwd" else (0 if causal else reach, reach)
+        size = PART if causal or self.window else length
+        parts = (slice(start, min(start + size, length)) for start in range(0, length, size))
+        return [
+            Meeting(part, slice(max(0, part.start - before) // LANES * LANES, _up_to_lanes(part.stop + after, length)))
+            for part in parts
+        ]
 
     def flops(self, phase: Phase) -> int:
-        """Return the FLOPs of one row, over the visited blocks, whose masked pairs are computed too."""
-        # fwd: scores and output; dkv: scores, dV, dP and dK (fused: and dQ); dq: scores, dP and dQ
-        products = {"fwd": 2, "dkv": 5 if self.backward == "fused" else 4, "dq": 3}[phase]
-        return 2 * products * self.head_dim * self.exponentials
+        """Return the FLOPs of one row, masked pairs of what is computed at once included."""
+        # fwd: scores and output; bwd: scores, dV, dP, dK and dQ; dkv: scores, dV, dP and dK; dq: scores, dP and dQ
+        products = {"fwd": 2, "bwd": 5, "dkv": 4, "dq": 3}[phase]
+        return 2 * products * self.head_dim * self.exponentials(phase)
 
     def bytes_moved(self, phase: Phase) -> int:
         """Return the bytes of memory traffic of one row, with every tensor read or written once, and whole lanes."""
-        queries = {"fwd": 2, "dkv": 3, "dq": 3}[phase]  # q and out; q, out and its gradient; the same, or dQ
-        keys = {"fwd": 2, "dkv": 4, "dq": 2}[phase]
+        queries = {"fwd": 2, "bwd": 3, "dkv": 3, "dq": 3}[phase]  # q and out; q, out's gradient and dQ, or out
+        keys = {"fwd": 2, "bwd": 4, "dkv": 4, "dq": 2}[phase]
         per_head = self.padded_length * padded_lanes(self.head_dim) * (2 if self.dtype == "bfloat16" else 4)
         return (queries * self.heads + keys * self.kv_heads) * per_head
 
-    @property
-    def exponentials(self) -> int:
-        """Exponentials of one row: the scores of its visited blocks."""
-        return self.heads * self.visited_blocks * self.block**2
+    def exponentials(self, phase: Phase) -> int:
+        """Return the exponentials of one row: the scores that are computed, over splash's visited blocks or parts."""
+        if not self.is_whole:
+            return self.heads * self.visited_blocks * self.block**2
+        sides = ((part.stop - part.start, others.stop - others.start) for part, others in self.meetings(phase))
+        return self.heads * sum(tokens * met for tokens, met in sides)
+
+
+def _up_to_lanes(token: int, length: int) -> int:
+    return min(length, -(-token // LANES) * LANES)
 
 
 def reads_flat(*, heads: int, head_dim: int) -> bool:
