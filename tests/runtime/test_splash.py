@@ -10,11 +10,12 @@ import torch
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 
 from tests.models.plain_kernel import mask_of
+from tpu_experiments.runtime.kernels import attention
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
 from tpu_experiments.runtime.kernels.splash import attention_function, lowered
 
 pytestmark = pytest.mark.xla  # they go backward on the CPU, which fixes autograd's queues
-# The first and the third take several blocks, so that dQ comes from a kernel of its own.
+# The first and the third take several blocks.
 MISTRAL = AttentionCall(2, 8, 2, 256, 128, "float32", Scores(128**-0.5, window=100), rotates=True, max_block=128)
 GEMMA = AttentionCall(2, 4, 1, 128, 256, "float32", Scores(256**-0.5, soft_cap=30.0), rotates=True)
 # 200 tokens are padded to 256
@@ -28,6 +29,8 @@ ONE_BLOCK = AttentionCall(1, 8, 8, 128, 128, "float32", Scores(0.1, causal=False
 PARTS = AttentionCall(2, 4, 2, 600, 64, "float32", Scores(0.125), rotates=True)
 CAPPED = AttentionCall(1, 8, 2, 640, 128, "float32", Scores(0.1, window=200, soft_cap=20.0), rotates=True)
 AROUND = AttentionCall(1, 2, 2, 512, 64, "float32", Scores(0.125, window=65, causal=False))
+# Two blocks of two parts each, and a window that reaches into the block before.
+BLOCKS = AttentionCall(1, 4, 2, 1024, 64, "float32", Scores(0.125, window=600, soft_cap=9.0), True, max_block=512)
 NARROW = AttentionCall(1, 4, 1, 384, 16, "float32", Scores(0.25, window=48), rotates=True)
 
 
@@ -78,16 +81,27 @@ def by_formula(call: AttentionCall, q, k, v, grad, turns, segments) -> list[torc
 
 @pytest.mark.parametrize(
     "call",
-    [MISTRAL, GEMMA, QWEN, PLAIN, LOCAL, WHOLE, ONE_BLOCK, PARTS, CAPPED, AROUND, NARROW],
+    [MISTRAL, GEMMA, QWEN, PLAIN, LOCAL, WHOLE, ONE_BLOCK, PARTS, CAPPED, AROUND, NARROW, BLOCKS],
     ids=[
         *("mistral", "gemma", "qwen", "not turned", "local encoder", "encoder", "encoder of one block"),
-        *("parts", "parts with window and cap", "parts of a local encoder", "narrow heads"),
+        *("parts", "parts with window and cap", "parts of a local encoder", "narrow heads", "blocks of parts"),
     ],
 )
 def test_the_kernels_compute_attention_and_its_gradients(call):
     inputs = random_inputs(call)
     for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
         torch.testing.assert_close(kernel, formula, atol=1e-5 * float(formula.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("call", [MISTRAL, QWEN, LOCAL, WHOLE], ids=["mistral", "qwen", "local encoder", "encoder"])
+def test_rows_that_do_not_fit_are_computed_by_splash(call, monkeypatch):
+    monkeypatch.setattr(attention, "WHOLE_BYTES", 0)
+    compiled.cache_clear()
+    assert not call.is_whole
+    inputs = random_inputs(call)
+    for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
+        torch.testing.assert_close(kernel, formula, atol=1e-5 * float(formula.abs().max()), rtol=1e-5)
+    compiled.cache_clear()
 
 
 def test_nothing_crosses_from_one_segment_to_another():
@@ -138,8 +152,8 @@ def test_a_window_as_long_as_the_row_is_none():
     [
         ("forward", 128, 1),
         ("backward", 128, 1),
-        ("forward", 256, 3),  # of several blocks, q and k are turned by kernels of their own
-        ("backward", 256, 6),  # and dq and dk are turned back; dq has a kernel too
+        ("forward", 9216, 3),  # splash: q and k are turned by kernels of their own
+        ("backward", 9216, 6),  # and dq and dk are turned back; dq has a kernel too
     ],
 )
 def test_each_chip_gets_its_rows(direction, length, num_kernels):
@@ -176,10 +190,13 @@ def test_each_chip_gets_its_heads(direction):
 
 
 def test_whole_rows_compute_the_scores_that_their_parts_meet():
-    assert [call.is_whole for call in (MISTRAL, GEMMA, QWEN, PARTS)] == [False, True, False, True]
+    assert [call.num_blocks for call in (MISTRAL, GEMMA, QWEN, PARTS)] == [2, 1, 2, 1]
     assert GEMMA.flops("fwd") == 2 * 2 * 4 * 128 * 128 * 256
     assert 2 * GEMMA.flops("bwd") == 5 * GEMMA.flops("fwd")
-    assert 2 * (MISTRAL.flops("dkv") + MISTRAL.flops("dq")) == 7 * MISTRAL.flops("fwd")
+    assert MISTRAL.exponentials("bwd") == 8 * 128**2 * (2 + 1)
+    row = dataclasses.replace(MISTRAL, length=16384)
+    assert not row.is_whole
+    assert 2 * (row.flops("dkv") + row.flops("dq")) == 7 * row.flops("fwd")
     long = dataclasses.replace(GEMMA, length=1024, head_dim=128)
     assert long.exponentials("fwd") == long.exponentials("bwd") == 4 * 1024**2 * 10 // 16  # tiles of 256 x 256
     window = dataclasses.replace(long, scores=Scores(1.0, window=100))

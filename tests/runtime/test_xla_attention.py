@@ -1,5 +1,6 @@
 """The kernel inside torch_xla's graphs: traced by AOTAutograd, looped over by scan, split over chips."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch_xla.experimental.scan import scan
 
+from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.attention import flash
-from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import XlaAttention, attention_kernel_for
 
 pytestmark = pytest.mark.xla
@@ -101,7 +103,16 @@ def test_only_a_tpu_has_a_kernel():
     assert attention_kernel_for(hw, mesh=Mesh(fsdp=8), device="TPU").mesh.num_shards == 8
     spawned = HwConfig(parallel="spawn", num_devices=8, attention_block=256)
     kernel = attention_kernel_for(spawned, mesh=Mesh(fsdp=8), device="tpu")
-    assert (kernel.mesh.num_devices, kernel.max_block) == (1, 256)
+    assert (kernel.mesh.num_devices, kernel.max_block, kernel.holds_rows) == (1, 256, False)
+
+
+@pytest.mark.parametrize(("name", "holds"), [("v6e8", True), ("colab", True), ("v5p-8", True), ("v4-8", False)])
+def test_chips_with_little_vector_memory_take_long_rows_by_splash(name, holds):
+    kernel = attention_kernel_for(composed(f"hw={name}").hw, mesh=Mesh(), device="tpu")
+    assert kernel.holds_rows == holds
+    call = AttentionCall(1, 8, 2, 2048, 128, "bfloat16", Scores(1.0), holds_rows=kernel.holds_rows)
+    assert call.is_whole == holds
+    assert dataclasses.replace(call, length=1024).is_whole
 
 
 def test_dropout_is_refused(interpreted):

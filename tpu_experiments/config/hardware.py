@@ -22,6 +22,8 @@ class ChipConfig:
     """High-bandwidth memory per chip in GiB."""
     program_hbm_gib: float | None = number(default=None, above=0)
     """Part of `hbm_gib` that one program may use, in GiB, from the compiler's out-of-memory message; null is all."""
+    vmem_mib: int | None = number(default=None, above=0)
+    """Vector memory of a TPU's core in MiB, from the compiler's message; null where it is not known, or not a TPU."""
     peak_tflops_bf16: float = number(above=0)
     """Peak dense bf16 TFLOP/s per chip; of a chip without bf16, such as the T4, that of float16."""
     hbm_gb_per_second: float = number(above=0)

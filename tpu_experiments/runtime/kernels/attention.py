@@ -166,8 +166,12 @@ PART = 256
 """Tokens that a kernel of whole rows takes at once where positions are masked."""
 
 
+WHOLE_BYTES = 2 * 2**20
+"""Largest row of a head that kernels hold whole: 8,192 tokens of at most 128 features in bfloat16."""
+
+
 class Meeting(NamedTuple):
-    """Tokens of a row whose scores a kernel computes at once."""
+    """Tokens of a block whose scores a kernel computes at once."""
 
     part: slice
     """Queries forward, keys backward."""
@@ -195,11 +199,24 @@ class AttentionCall:
     head_shards: int = 1
     """Chips that the heads are sharded over; key/value heads are on the same chip as the query heads that read them."""
     max_block: int = MAX_BLOCK
+    holds_rows: bool = True
+    """Whether the chip's vector memory holds a row of several blocks (`holds_rows`)."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether a kernel holds a row whole (whole_rows.py): where it is one block. Longer ones are splash's."""
-        return self.block == self.padded_length
+        """Whether the kernels hold a head's row whole (whole_rows.py); longer ones are splash's."""
+        row_bytes = self.padded_length * padded_lanes(self.head_dim) * self.item_bytes
+        return self.num_blocks == 1 or (self.holds_rows and row_bytes <= WHOLE_BYTES)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return self.padded_length // self.block
 
     @property
     def of_one_chip(self) -> "AttentionCall":
@@ -246,8 +263,8 @@ class AttentionCall:
         return sum((abs(i - j) - 1) * self.block + 1 < window for i, j in pairs)
 
     def meetings(self, phase: Phase) -> list[Meeting]:
-        """Return the parts of a whole row and what each meets: keys of queries (`fwd`), or queries of keys (`bwd`)."""
-        length, causal = self.padded_length, self.scores.causal
+        """Return the parts of a block and what each meets there: queries' keys (`fwd`), or keys' queries (`bwd`)."""
+        length, causal = self.block, self.scores.causal
         reach = (self.window or length) - 1
         before, after = (reach, 0 if causal else reach) if phase == "fwd" else (0 if causal else reach, reach)
         size = PART if causal or self.window else length
@@ -267,19 +284,28 @@ class AttentionCall:
         """Return the bytes of memory traffic of one row, with every tensor read or written once, and whole lanes."""
         queries = {"fwd": 2, "bwd": 3, "dkv": 3, "dq": 3}[phase]  # q and out; q, out's gradient and dQ, or out
         keys = {"fwd": 2, "bwd": 4, "dkv": 4, "dq": 2}[phase]
-        per_head = self.padded_length * padded_lanes(self.head_dim) * (2 if self.dtype == "bfloat16" else 4)
+        per_head = self.padded_length * padded_lanes(self.head_dim) * self.item_bytes
         return (queries * self.heads + keys * self.kv_heads) * per_head
 
     def exponentials(self, phase: Phase) -> int:
-        """Return the exponentials of one row: the scores that are computed, over splash's visited blocks or parts."""
+        """Return the exponentials of one row: the computed scores of visited blocks, or parts on the diagonal."""
         if not self.is_whole:
             return self.heads * self.visited_blocks * self.block**2
         sides = ((part.stop - part.start, others.stop - others.start) for part, others in self.meetings(phase))
-        return self.heads * sum(tokens * met for tokens, met in sides)
+        inside = self.num_blocks * sum(tokens * met for tokens, met in sides)
+        return self.heads * (inside + (self.visited_blocks - self.num_blocks) * self.block**2)
 
 
 def _up_to_lanes(token: int, length: int) -> int:
     return min(length, -(-token // LANES) * LANES)
+
+
+def holds_rows(vmem_mib: int | None) -> bool:
+    """Return whether a chip with this vector memory runs kernels that hold rows of several blocks.
+
+    They take up to 45 MiB of it. A v4's core has 16; where it is not known, splash takes those rows.
+    """
+    return vmem_mib is not None and vmem_mib >= 64
 
 
 def reads_flat(*, heads: int, head_dim: int) -> bool:
@@ -301,7 +327,14 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def call_of(
-    tensors: Sequence[Tensor], *, heads: int, scores: Scores, max_block: int, num_shards: int = 1, head_shards: int = 1
+    tensors: Sequence[Tensor],
+    *,
+    heads: int,
+    scores: Scores,
+    max_block: int,
+    holds_rows: bool = True,
+    num_shards: int = 1,
+    head_shards: int = 1,
 ) -> tuple[AttentionCall, list[Tensor]]:
     """Return a call by its tensors (`AttentionKernel`), and those that the kernel takes: without rope no rotation."""
     q, k, v, segments, rotation, *others = tensors
@@ -315,5 +348,6 @@ def call_of(
         num_shards=num_shards,
         head_shards=head_shards,
         max_block=max_block,
+        holds_rows=holds_rows,
     )
     return call, [q, k, v, segments, *([rotation] if rotates else []), *others]

@@ -30,7 +30,13 @@ class LaterAttention:
 
 
 def lowered_call(
-    direction: Direction, arguments: tuple[Any, ...], *, max_block: int, num_shards: int = 1, head_shards: int = 1
+    direction: Direction,
+    arguments: tuple[Any, ...],
+    *,
+    max_block: int,
+    holds_rows: bool = True,
+    num_shards: int = 1,
+    head_shards: int = 1,
 ) -> Any:
     """Return the results of an attention operator on TorchTPU's placeholders.
 
@@ -43,9 +49,15 @@ def lowered_call(
     else:
         saved, grad, heads, scale, window, soft_cap, causal = arguments
         tensors = [*saved, grad]
-    shards = {"num_shards": num_shards, "head_shards": head_shards}
-    scores = Scores(scale, window, soft_cap, causal)
-    call, inputs = call_of(tensors, heads=heads, scores=scores, max_block=max_block, **shards)
+    call, inputs = call_of(
+        tensors,
+        heads=heads,
+        scores=Scores(scale, window, soft_cap, causal),
+        max_block=max_block,
+        holds_rows=holds_rows,
+        num_shards=num_shards,
+        head_shards=head_shards,
+    )
     text, results = _lowered(call, direction)
     return spliced(text, inputs=inputs, results=results)
 

@@ -14,7 +14,15 @@ from torch import Tensor
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, AttentionCall, Direction, Scores, Target, call_of
+from tpu_experiments.runtime.kernels.attention import (
+    MAX_BLOCK,
+    AttentionCall,
+    Direction,
+    Scores,
+    Target,
+    call_of,
+    holds_rows,
+)
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.kernels.integers import int8_product
 
@@ -26,10 +34,13 @@ class XlaAttention:
         mesh: chips that rows and heads are sharded over.
         target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
         max_block: tokens in the largest block.
+        holds_rows: whether the chip's vector memory holds a row of several blocks.
     """
 
-    def __init__(self, *, mesh: Mesh, target: Target = "tpu", max_block: int = MAX_BLOCK) -> None:
-        self.mesh, self.target, self.max_block = mesh, target, max_block
+    def __init__(
+        self, *, mesh: Mesh, target: Target = "tpu", max_block: int = MAX_BLOCK, holds_rows: bool = True
+    ) -> None:
+        self.mesh, self.target, self.max_block, self.holds_rows = mesh, target, max_block, holds_rows
 
     def forward(self, *tensors: Tensor, heads: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Return the output (B, T, H D) and the log-sum-exp of the scores (B, H, T)."""
@@ -42,8 +53,15 @@ class XlaAttention:
         return dq, dk, dv
 
     def _embedded(self, *tensors: Tensor, heads: int, scores: Scores, direction: Direction) -> list[Tensor]:
-        shards = {"num_shards": self.mesh.num_shards, "head_shards": self.mesh.tensor}
-        call, given = call_of(tensors, heads=heads, scores=scores, max_block=self.max_block, **shards)
+        call, given = call_of(
+            tensors,
+            heads=heads,
+            scores=scores,
+            max_block=self.max_block,
+            holds_rows=self.holds_rows,
+            num_shards=self.mesh.num_shards,
+            head_shards=self.mesh.tensor,
+        )
         computation = _computation(call, direction=direction, target=self.target)
         results: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::attention_{direction}", given, computation)
         return results
@@ -53,7 +71,11 @@ def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttenti
     """Return the kernel of programs for `device` (`tpu`, in either case); None for every other device."""
     if device.lower() != "tpu":
         return None
-    return XlaAttention(mesh=mesh if hw.parallel == "spmd" else Mesh(), max_block=hw.attention_block)
+    return XlaAttention(
+        mesh=mesh if hw.parallel == "spmd" else Mesh(),
+        max_block=hw.attention_block,
+        holds_rows=holds_rows(hw.chip.vmem_mib if hw.chip else None),
+    )
 
 
 @functools.cache

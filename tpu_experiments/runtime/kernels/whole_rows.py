@@ -27,11 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_experiments.runtime.kernels.attention import LANES, SUBLANES, AttentionCall, Meeting, Phase, Target
-from tpu_experiments.runtime.kernels.heads import heads_first, heads_last, rotate, turn
+from tpu_experiments.runtime.kernels.heads import heads_first, heads_last, rotate
 
 LOG2_E = math.log2(math.e)
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of a masked pair: the sum of two is still a number."""
+VMEM_BYTES = 64 * 2**20
+"""Vector memory that a kernel of several blocks may use; of 8,192 tokens and 128 features it holds about 45 MiB."""
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 """Dimension numbers of a product with a matrix, and with a transposed one."""
 
@@ -50,14 +52,13 @@ def backward(call: AttentionCall, *, target: Target) -> Callable[..., Any]:
 
 
 def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) -> Any:
-    """Run a kernel over the grid (B, H): heads that share a key follow each other."""
+    """Run a kernel over the grid (B, H, blocks of a row): heads that share a key follow each other."""
     query, key, value, segments, rotation, *others = tensors
     rows, length = segments.shape
-    heads, shared = _blocks(call)
-    by_query = pl.BlockSpec((None, SUBLANES, length), lambda row, head: (row, 0, 0))
-    by_key = pl.BlockSpec((None, length, LANES), lambda row, head: (row, 0, 0))
-    sums = pl.BlockSpec((None, None, SUBLANES, length), lambda row, head: (row, head, 0, 0))
-    table = pl.BlockSpec((2, None, length, call.head_dim), lambda row, head: (0, row, 0, 0))
+    kept = [pl.BlockSpec((None, SUBLANES, length), lambda row, head, block: (row, 0, 0))]
+    kept.append(pl.BlockSpec((None, length, LANES), lambda row, head, block: (row, 0, 0)))
+    if call.rotates:
+        kept.append(pl.BlockSpec((2, None, length, call.head_dim), lambda row, head, block: (0, row, 0, 0)))
 
     def in_order(tensor: Any) -> Any:
         return tensor if call.is_flat else heads_first(tensor, head_dim=call.head_dim)
@@ -67,27 +68,30 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
 
     given = [in_order(query), in_order(key), in_order(value), of_rows(segments)]
     given.append(jnp.broadcast_to(segments[..., None], (*segments.shape, LANES)))
-    in_specs = [heads, shared, shared, by_query, by_key]
-    if call.rotates:
-        given.append(rotation)
-        in_specs.append(table)
+    given += [rotation] if call.rotates else []
     of_head, of_key = (jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in given[:2])
     if phase == "fwd":
-        of_sums = jax.ShapeDtypeStruct((rows, call.heads, SUBLANES, length), jnp.float32)
-        results, out_specs = [of_head, of_sums], [heads, sums]
+        queries, keys = _heads(call, by_block=True), _heads(call, of_keys=True)
+        in_specs, out_specs = [queries, keys, keys, *kept], [queries, _sums(call, by_block=True)]
+        results = [of_head, jax.ShapeDtypeStruct((rows, call.heads, SUBLANES, length), jnp.float32)]
     else:
         log_sum, row_sums, grad = others
         given += [of_rows(log_sum), of_rows(row_sums), in_order(grad)]
-        in_specs += [sums, sums, heads]
-        results, out_specs = [of_head, of_key, of_key], [heads, shared, shared]
+        queries, keys, sums = _heads(call), _heads(call, by_block=True, of_keys=True), _sums(call)
+        whole = _heads(call, of_keys=True)
+        in_specs, out_specs = [queries, keys, keys, *kept, sums, sums, queries], [queries, whole, whole]
+        results = [of_head, of_key, of_key]
     found = pl.pallas_call(
         functools.partial(_forward if phase == "fwd" else _backward, call=call),
-        grid=(rows, call.heads),
+        grid=(rows, call.heads, call.num_blocks),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=results,
-        scratch_shapes=_scratch(call, phase, length=length),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        scratch_shapes=_scratch(call, phase),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3,
+            vmem_limit_bytes=None if call.num_blocks == 1 else VMEM_BYTES,
+        ),
         cost_estimate=pl.CostEstimate(
             flops=rows * call.flops(phase),
             transcendentals=rows * call.exponentials(phase),
@@ -101,26 +105,34 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
     return tuple(made) if phase == "bwd" else (*made, found[1][:, :, 0])
 
 
-def _blocks(call: AttentionCall) -> tuple[Any, Any]:
-    """Return the blocks of a query head and of the key/value head that it reads, whole rows in the call's order."""
-    group, size = call.heads // call.kv_heads, (call.padded_length, call.head_dim)
-    if call.is_flat:
-        return (
-            pl.BlockSpec((None, *size), lambda row, head: (row, 0, head)),
-            pl.BlockSpec((None, *size), lambda row, head: (row, 0, head // group)),
-        )
-    return (
-        pl.BlockSpec((None, None, *size), lambda row, head: (row, head, 0, 0)),
-        pl.BlockSpec((None, None, *size), lambda row, head: (row, head // group, 0, 0)),
-    )
+def _heads(call: AttentionCall, *, by_block: bool = False, of_keys: bool = False) -> Any:
+    """Return the block spec of a head's row, or of a block of it, in the call's order."""
+    tokens, group = call.block if by_block else call.padded_length, call.heads // call.kv_heads if of_keys else 1
+
+    def at(row: Any, head: Any, block: Any) -> tuple[Any, ...]:
+        token = block if by_block else 0
+        return (row, token, head // group) if call.is_flat else (row, head // group, token, 0)
+
+    return pl.BlockSpec((None, tokens, call.head_dim) if call.is_flat else (None, None, tokens, call.head_dim), at)
 
 
-def _scratch(call: AttentionCall, phase: Phase, *, length: int) -> list[Any]:
-    """Return the memory of a kernel: q and k rotated, v or k transposed; backward also the sums of dq, dk and dv."""
-    by_token, by_feature = (length, call.head_dim), (call.head_dim, length)
-    held = [pltpu.VMEM(shape, jnp.dtype(call.dtype)) for shape in (by_token, by_token, by_feature)]
-    sums = (by_feature, by_token, by_token) if phase == "bwd" else ()
-    return held + [pltpu.VMEM(shape, jnp.float32) for shape in sums]
+def _sums(call: AttentionCall, *, by_block: bool = False) -> Any:
+    """Return the block spec of numbers of a head's tokens, (B, H, 8, T)."""
+    tokens = call.block if by_block else call.padded_length
+    shape = (None, None, SUBLANES, tokens)
+    return pl.BlockSpec(shape, lambda row, head, block: (row, head, 0, block if by_block else 0))
+
+
+def _scratch(call: AttentionCall, phase: Phase) -> list[Any]:
+    """Return the memory of a kernel: q and k rotated, v or k transposed, and sums; whole rows of what is met."""
+    whole, part, size = call.padded_length, call.block, call.head_dim
+    if phase == "fwd":
+        held, sums = [(part, size), (whole, size), (size, whole)], [(SUBLANES, part), (SUBLANES, part), (size, part)]
+        sums = sums if call.num_blocks > 1 else []
+    else:
+        held, sums = [(whole, size), (part, size), (size, part)], [(size, whole), (whole, size), (whole, size)]
+    in_dtype = [pltpu.VMEM(shape, jnp.dtype(call.dtype)) for shape in held]
+    return in_dtype + [pltpu.VMEM(shape, jnp.float32) for shape in sums]
 
 
 def _in_twos(call: AttentionCall) -> bool:
@@ -129,69 +141,134 @@ def _in_twos(call: AttentionCall) -> bool:
 
 
 def _forward(*refs: Any, call: AttentionCall) -> None:
-    """Write the output (T, D) and the log-sum-exps (8, T) of one head of one row."""
-    *given, out, log_sum, queries, keys, values_DT = refs
-    value, segments = given[2], given[3:5]
-    _read_queries(given, queries, call=call)
+    """Write the output (P, D) and the log-sum-exps (8, P) of one block of one head of one row."""
+    query, key, value, by_query, by_key, *others = refs
+    *table, out, log_sum, queries, keys, values_DT = others[: 5 + call.rotates]
+    running = others[5 + call.rotates :]  # maxima, sums of weights, and weighted values, over the blocks met so far
+    number, block = pl.program_id(2), slice(0, call.block)
+    start = _start(call, number)
+    power, log = (jnp.exp2, jnp.log2) if _in_twos(call) else (jnp.exp, jnp.log)
+    factor = call.scores.scale * (LOG2_E if _in_twos(call) else 1.0)
+    queries[...] = _turned(query[...], table, _at(start, block), factor=factor).astype(queries.dtype)
 
-    @pl.when(_number_in_group(call) == 0)
+    def read(number: Any) -> None:
+        at = _at(_start(call, number), block)
+        keys[at] = _turned(key[at], table, at).astype(keys.dtype)
+        values_DT[:, at] = value[at].T
+
+    @pl.when((_number_in_group(call) == 0) & (number == 0))
     def _() -> None:
-        _read_keys(given, keys)
-        values_DT[...] = value[...].T
+        _each(0, call.num_blocks, read)
+
+    def scores_of(at: Any, part: slice, *, ahead: Any) -> Any:
+        of_query = by_query[:1, _at(start, part)]
+        return _scores(call, keys[at], queries[part], by_key[at], of_query, ahead=ahead)[0]
+
+    def added(part: slice, at: Any, scores: Any) -> tuple[Any, Any, Any]:
+        """Return maxima, sums and weighted values of a part with those of the blocks before."""
+        most = scores.max(axis=0, keepdims=True)
+        most = jnp.maximum(most, running[0][:1, part]) if running else most
+        weights = power(scores - most)
+        total = weights.sum(axis=0, keepdims=True)
+        mixed = _product(values_DT[:, at], weights.astype(value.dtype), NN)
+        if running:
+            less = power(running[0][:1, part] - most)
+            total, mixed = total + less * running[1][:1, part], mixed + less * running[2][:, part]
+        return most, total, mixed
+
+    def meet(other: Any) -> None:
+        at = _at(_start(call, other), block)
+        most, total, mixed = added(block, at, scores_of(at, block, ahead=(number - other) * call.block))
+        running[0][:1], running[1][:1], running[2][...] = most, total, mixed
+
+    if running:
+        running[0][...] = jnp.full_like(running[0], HIDDEN)
+        running[1][...], running[2][...] = jnp.zeros_like(running[1]), jnp.zeros_like(running[2])
+        _other_blocks(call, number, meet, later=False)
+        if not call.scores.causal:
+            _other_blocks(call, number, meet, later=True)
 
     def first(meeting: Meeting) -> Any:
-        return _scores(call, keys, queries, segments, keys_at=meeting.others, queries_at=meeting.part)[0]
+        part, met = meeting
+        return scores_of(_at(start, met), part, ahead=part.start - met.start)
 
-    power, log = (jnp.exp2, jnp.log2) if _in_twos(call) else (jnp.exp, jnp.log)
-    for (part, others), scores_WP in _one_ahead(call.meetings("fwd"), first):
-        most = scores_WP.max(axis=0, keepdims=True)
-        weights_WP = power(scores_WP - most)
-        total = weights_WP.sum(axis=0, keepdims=True)
-        mixed_DP = _product(values_DT[:, others], weights_WP.astype(value.dtype), NN) / total
-        out[part] = mixed_DP.T.astype(out.dtype)
+    for (part, met), scores_WP in _one_ahead(call.meetings("fwd"), first):
+        most, total, mixed_DP = added(part, _at(start, met), scores_WP)
+        out[part] = (mixed_DP / total).T.astype(out.dtype)
         sums = most + log(total)
         log_sum[:, part] = jnp.broadcast_to(sums / LOG2_E if _in_twos(call) else sums, log_sum[:, part].shape)
 
 
 def _backward(*refs: Any, call: AttentionCall) -> None:
-    """Write dq (T, D) of one head of one row, and dk and dv with the last head that reads them.
+    """Add a block of keys to dq (T, D) of one head of one row, and the head to dk and dv of the block.
 
     For weights p and scores s: dv = p^T dout, ds = p (dout v^T - row sums), dq = ds k, dk = ds^T q.
     """
     *given, log_sum, row_sums, grad, dq, dk, dv, queries, keys, keys_DT, dq_DT, dk_TD, dv_TD = refs
-    segments, value, table = given[3:5], given[2], given[5:]
-    number, dtype = _number_in_group(call), value.dtype
-    _read_queries(given, queries, call=call)
-    dq_DT[...] = jnp.zeros_like(dq_DT)
+    query, key, value, by_query, by_key, *table = given
+    number, block, dtype = pl.program_id(2), slice(0, call.block), value.dtype
+    start = _start(call, number)
+    here, of_group = _at(start, block), _number_in_group(call)
+    power, unit = (jnp.exp2, LOG2_E) if _in_twos(call) else (jnp.exp, 1.0)
+    keys[...] = _turned(key[...], table, here).astype(dtype)
+    keys_DT[...] = keys[...].T
+
+    def read(number: Any) -> None:
+        at = _at(_start(call, number), block)
+        queries[at] = _turned(query[at], table, at, factor=call.scores.scale * unit).astype(dtype)
+        dq_DT[:, at] = jnp.zeros_like(dq_DT[:, at])
 
     @pl.when(number == 0)
     def _() -> None:
-        _read_keys(given, keys)
-        keys_DT[...] = keys[...].T
-        dk_TD[...] = jnp.zeros_like(dk_TD)
-        dv_TD[...] = jnp.zeros_like(dv_TD)
+        _each(0, call.num_blocks, read)
 
-    def first(meeting: Meeting) -> Any:
-        part, others = meeting
-        scores = _scores(call, keys, queries, segments, keys_at=part, queries_at=others)
-        return *scores, _product(value[part], grad[others], NT)
-
-    power, unit = (jnp.exp2, LOG2_E) if _in_twos(call) else (jnp.exp, 1.0)
-    for (part, others), (scores_PW, slope_PW, dweights_PW) in _one_ahead(call.meetings("bwd"), first):
-        weights_PW = power(scores_PW - log_sum[:1, others] * unit)
-        dv_TD[part] += _product(weights_PW.astype(dtype), grad[others], NN)
-        dscores_PW = (dweights_PW - row_sums[:1, others]) * weights_PW
-        if slope_PW is not None:
-            dscores_PW *= slope_PW
-        dscores_PW = dscores_PW.astype(dtype)
-        dk_TD[part] += _product(dscores_PW, queries[others], NN)
-        dq_DT[:, others] += _product(keys_DT[:, part], dscores_PW, NN)
-    dq[...] = (_turned_back(dq_DT[...].T, table) * call.scores.scale).astype(dtype)
-
-    @pl.when(number == call.heads // call.kv_heads - 1)
+    @pl.when(of_group == 0)
     def _() -> None:
-        dk[...] = _turned_back(dk_TD[...] / unit, table).astype(dtype)
-        dv[...] = dv_TD[...].astype(dtype)
+        dk_TD[here] = jnp.zeros_like(dk_TD[here])
+        dv_TD[here] = jnp.zeros_like(dv_TD[here])
+
+    def first(part: slice, at: Any, *, ahead: Any) -> tuple[Any, Any, Any]:
+        """Return the scores of a part of the keys, their slope, and the gradients of their weights."""
+        of_key, of_query = by_key[_at(start, part)], by_query[:1, at]
+        scores = _scores(call, keys[part], queries[at], of_key, of_query, ahead=ahead)
+        return *scores, _product(value[part], grad[at], NT)
+
+    def add(part: slice, at: Any, scores_PW: Any, slope_PW: Any, of_weights_PW: Any) -> None:
+        weights_PW = power(scores_PW - log_sum[:1, at] * unit)
+        dv_TD[_at(start, part)] += _product(weights_PW.astype(dtype), grad[at], NN)
+        of_scores_PW = (of_weights_PW - row_sums[:1, at]) * weights_PW
+        of_scores_PW = (of_scores_PW if slope_PW is None else of_scores_PW * slope_PW).astype(dtype)
+        dk_TD[_at(start, part)] += _product(of_scores_PW, queries[at], NN)
+        dq_DT[:, at] += _product(keys_DT[:, part], of_scores_PW, NN)
+
+    def meet(other: Any) -> None:
+        at = _at(_start(call, other), block)
+        add(block, at, *first(block, at, ahead=(other - number) * call.block))
+
+    if call.num_blocks > 1:
+        _other_blocks(call, number, meet, later=True)
+        if not call.scores.causal:
+            _other_blocks(call, number, meet, later=False)
+
+    def of_meeting(meeting: Meeting) -> Any:
+        part, met = meeting
+        return first(part, _at(start, met), ahead=met.start - part.start)
+
+    for (part, met), made in _one_ahead(call.meetings("bwd"), of_meeting):
+        add(part, _at(start, met), *made)
+
+    def write(number: Any) -> None:
+        at = _at(_start(call, number), block)
+        dq[at] = (_turned(dq_DT[:, at].T, table, at, backward=True) * call.scores.scale).astype(dtype)
+
+    @pl.when(number == call.num_blocks - 1)
+    def _() -> None:
+        _each(0, call.num_blocks, write)
+
+    @pl.when(of_group == call.heads // call.kv_heads - 1)
+    def _() -> None:
+        dk[here] = _turned(dk_TD[here] / unit, table, here, backward=True).astype(dtype)
+        dv[here] = dv_TD[here].astype(dtype)
 
 
 def _one_ahead(meetings: Iterable[Meeting], first: Callable[[Meeting], Any]) -> Iterable[tuple[Meeting, Any]]:
@@ -207,55 +284,76 @@ def _one_ahead(meetings: Iterable[Meeting], first: Callable[[Meeting], Any]) -> 
     yield from ahead
 
 
+def _other_blocks(call: AttentionCall, number: Any, meet: Callable[[Any], None], *, later: bool) -> None:
+    """Call `meet` for each block before, or behind, one of this number, that the window reaches."""
+    reach = call.num_blocks if call.window is None else -(-(call.window - 1) // call.block)
+    if later:
+        _each(number + 1, jnp.minimum(call.num_blocks, number + reach + 1), meet)
+    else:
+        _each(jnp.maximum(0, number - reach), number, meet)
+
+
+def _each(first: Any, end: Any, run: Callable[[Any], None]) -> None:
+    """Call `run` for every number from `first` up to `end`; a loop, unless it is only one known now."""
+    if isinstance(end, int) and end - first == 1:
+        run(first)
+    else:
+        jax.lax.fori_loop(first, end, lambda number, _: run(number), None)
+
+
+def _start(call: AttentionCall, number: Any) -> Any:
+    """Return the first token of a block; 0, known now, where there is only one."""
+    return 0 if call.num_blocks == 1 else number * call.block
+
+
+def _at(start: Any, part: slice) -> Any:
+    """Return the tokens of a part behind `start`."""
+    if isinstance(start, int):
+        return slice(start + part.start, start + part.stop)
+    return pl.ds(pl.multiple_of(start + part.start, LANES), part.stop - part.start)
+
+
 def _number_in_group(call: AttentionCall) -> Any:
     """Return the number of the query head among those that share a key."""
     return pl.program_id(1) % (call.heads // call.kv_heads)
 
 
-def _read_queries(given: list[Any], into: Any, *, call: AttentionCall) -> None:
-    """Write the queries, rotated and times the factor of the scores."""
-    factor = call.scores.scale * (LOG2_E if _in_twos(call) else 1.0)
-    _read(given[0], into, given[5:], factor=factor)
-
-
-def _read_keys(given: list[Any], into: Any) -> None:
-    """Write the keys, rotated."""
-    _read(given[1], into, given[5:], factor=1.0)
-
-
-def _read(source: Any, into: Any, table: list[Any], *, factor: float) -> None:
+def _turned(x_TD: Any, table: list[Any], at: Any, *, factor: float = 1.0, backward: bool = False) -> Any:
+    """Return x, or the gradients of it, rotated where the call rotates, times `factor`; float32 where it changes."""
     if table:
-        turn(source, into, table[0], factor=factor)
-    else:
-        into[...] = (source[...].astype(jnp.float32) * factor).astype(into.dtype) if factor != 1 else source[...]
+        x_TD = rotate(x_TD, table[0][0, at], table[0][1, at], backward=backward)
+    return x_TD if factor == 1 else x_TD.astype(jnp.float32) * factor
 
 
-def _turned_back(grads_TD: Any, table: list[Any]) -> Any:
-    """Return the gradients of what was rotated from those of the rotated."""
-    return rotate(grads_TD, table[0][0], table[0][1], backward=True) if table else grads_TD
+def _scores(call: AttentionCall, keys: Any, queries: Any, by_key: Any, by_query: Any, *, ahead: Any) -> tuple[Any, Any]:
+    """Return scores (keys, queries) with the masked ones hidden, and the slope of the soft cap, None without one.
 
-
-def _scores(
-    call: AttentionCall, keys: Any, queries: Any, segments: list[Any], *, keys_at: slice, queries_at: slice
-) -> tuple[Any, Any]:
-    """Return scores (keys, queries) with the masked ones hidden, and the slope of the soft cap, None without one."""
-    by_query, by_key = segments
-    raw = _product(keys[keys_at], queries[queries_at], NT)
+    Args:
+        by_key: segments of the keys, over all lanes.
+        by_query: those of the queries, as a row.
+        ahead: tokens from the first key to the first query; a number known now inside a block.
+    """
+    raw = _product(keys, queries, NT)
     cap, slope = call.scores.soft_cap, None
     if cap is not None:
         bent = jnp.tanh(raw / cap)
         raw, slope = cap * bent, 1.0 - bent * bent
-    mask = pltpu.repeat(by_key[keys_at], raw.shape[1] // LANES, axis=1) == by_query[:1, queries_at]
-    window = call.window or call.padded_length
-    newest, oldest = keys_at.stop - 1 - queries_at.start, queries_at.stop - 1 - keys_at.start
-    tests: list[Callable[[Any], Any]] = []  # of a key's distance behind the query, only where a pair fails one
-    if newest > (0 if call.scores.causal else window - 1):
-        tests.append(lambda distance: distance > (-1 if call.scores.causal else -window))
-    if oldest > window - 1:
-        tests.append(lambda distance: distance < window)
+    mask = jnp.concatenate([by_key] * (raw.shape[1] // LANES), axis=1) == by_query
+    tests: list[Callable[[Any], Any]] = []  # of a query's distance behind a key, where a pair may fail one
+    reach = (call.window or call.padded_length) - 1
+    nearest, farthest = (0 if call.scores.causal else -reach), reach
+    if isinstance(ahead, int):
+        hides_near, hides_far = ahead - raw.shape[0] + 1 < nearest, ahead + raw.shape[1] - 1 > farthest
+    else:
+        hides_far = call.window is not None
+        hides_near = hides_far and not call.scores.causal
+    if hides_near:
+        tests.append(lambda distance: distance >= nearest)
+    if hides_far:
+        tests.append(lambda distance: distance <= farthest)
     if tests:
-        key = jax.lax.broadcasted_iota(jnp.int32, raw.shape, 0) + (keys_at.start - queries_at.start)
-        distance = jax.lax.broadcasted_iota(jnp.int32, raw.shape, 1) - key
+        at_key, at_query = (jax.lax.broadcasted_iota(jnp.int32, raw.shape, axis) for axis in (0, 1))
+        distance = at_query - at_key + ahead
         mask = functools.reduce(jnp.logical_and, [test(distance) for test in tests], mask)
     return jnp.where(mask, raw, HIDDEN), slope
 

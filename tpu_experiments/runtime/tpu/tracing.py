@@ -27,7 +27,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import flattened
-from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, install_attention_kernel
+from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, holds_rows, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_torchtpu import (
     NAMES,
     PRODUCTS,
@@ -72,6 +72,8 @@ class Target:
 
     max_block: int = MAX_BLOCK
     """Tokens in the largest block of an attention kernel."""
+    holds_rows: bool = True
+    """Whether the chip's vector memory holds a row of several blocks."""
     num_processes: int = 1
     """Processes that sums are over, each of which runs the program."""
     row_shards: int = 1
@@ -81,9 +83,10 @@ class Target:
     @staticmethod
     def of(hw: HwConfig, *, mesh: Mesh) -> "Target":
         """Return the target of a run's programs."""
+        holds = holds_rows(hw.chip.vmem_mib if hw.chip else None)
         if hw.parallel == "spmd":
-            return Target(hw.attention_block, row_shards=mesh.num_shards, head_shards=mesh.tensor)
-        return Target(hw.attention_block, num_processes=hw.num_devices)
+            return Target(hw.attention_block, holds, row_shards=mesh.num_shards, head_shards=mesh.tensor)
+        return Target(hw.attention_block, holds, num_processes=hw.num_devices)
 
 
 ONE_CHIP = Target()
@@ -416,8 +419,14 @@ def module_of(graph: fx.GraphModule, inputs: Sequence[Tensor], *, target: Target
             if op is scan_op:
                 return scanned(*args)
             if str(op) in NAMES:
-                shards = {"num_shards": target.row_shards, "head_shards": target.head_shards}
-                return lowered_call(NAMES[str(op)], args, max_block=target.max_block, **shards)
+                return lowered_call(
+                    NAMES[str(op)],
+                    args,
+                    max_block=target.max_block,
+                    holds_rows=target.holds_rows,
+                    num_shards=target.row_shards,
+                    head_shards=target.head_shards,
+                )
             if str(op) in PRODUCTS:
                 return lowered_product(str(op), args)
             if op is torch.ops.aten.cumsum.default:
