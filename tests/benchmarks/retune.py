@@ -7,7 +7,6 @@ left out, so that a second call goes on. Copy it over conf/tuned.yaml when it is
 than those of a line, use task=plan task.explore=search (conf/README.md).
 """
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def words_of(line: Line) -> list[str]:
         "trainer.micro_batch_rows": line.micro_tokens // line.row_tokens,
         "trainer.global_batch_rows": line.step_tokens // line.row_tokens,
         "lora.r": line.rank,
-        "lora.targets": json.dumps(list(line.targets)).replace(" ", ""),
+        "lora.targets": list(line.targets),
         **line.settings,
     }
     words = [

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.benchmarks.retune import words_of
 from tests.config.composing import composed
 from tests.tiers import only
 from tpu_experiments.config.defaults import with_lengths
@@ -207,3 +208,9 @@ def test_a_line_s_words_are_what_a_command_takes(machine, memory) -> None:
     found = next(x for x in lines() if x.hw == machine and x.settings["hw.fusion_memory_mib"] == memory)
     config = composed(f"model={found.model}", "data=sample_text", f"hw={machine}", *found.words.split())
     assert {key: value_of(config, key) for key in found.settings} == found.settings
+
+
+@pytest.mark.parametrize("each", {each.model: each for each in SHIPPED}.values(), ids=lambda each: each.model)
+def test_a_line_can_be_planned_again_from_what_it_holds(each) -> None:
+    """By `python -m tests.benchmarks.retune`."""
+    assert facts_of(composed(*words_of(each), "tuned=off", "task=plan")) == each.facts

@@ -136,6 +136,14 @@ def test_rows_of_any_length_are_cut_into_large_blocks(length, padded, block):
     assert (call.padded_length, call.block) == (padded, block)
 
 
+@pytest.mark.parametrize(
+    ("length", "window", "block"),
+    [(1024, 65, 1024), (8192, 65, 256), (2048, 512, 512), (2048, 300, 256), (8192, 4096, 1024)],
+)
+def test_blocks_of_long_rows_are_no_longer_than_the_window(length, window, block):
+    assert AttentionCall(1, 1, 1, length, 64, "bfloat16", Scores(1.0, window=window)).block == block
+
+
 @pytest.mark.parametrize(("length", "block"), [(300, 384), (512, 512), (1024, 512), (8192, 512)])
 def test_blocks_of_wide_heads_are_shorter(length, block):
     assert AttentionCall(8, 4, 1, length, 256, "bfloat16", Scores(1.0)).block == block

@@ -251,8 +251,14 @@ class AttentionCall:
 
     @property
     def block(self) -> int:
-        """Tokens in a block: the largest allowed multiple of 128 that divides the padded length."""
-        fitting = range(LANES, min(self.largest_block, self.padded_length) + 1, LANES)
+        """Tokens in a block: the largest allowed multiple of 128 that divides the padded length.
+
+        In rows of several blocks one is not longer than the window, since a block meets those beside it whole.
+        """
+        largest = min(self.largest_block, self.padded_length)
+        if self.window is not None and largest < self.padded_length:
+            largest = min(largest, max(PART, _up_to_lanes(self.window, largest)))
+        fitting = range(LANES, largest + 1, LANES)
         return max(size for size in fitting if self.padded_length % size == 0)
 
     @property
