@@ -1,10 +1,17 @@
 """The TPU's compiler takes the step with its attention kernel, split over eight chips, and tells the kernel's work."""
 
+import json
 import re
+import subprocess
+import sys
+
+import pytest
 
 from tests.training.runs import run
+from tpu_experiments.planning import compiler
 from tpu_experiments.planning.hlo.program import read_program
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
+from tpu_experiments.runtime.kernels.splash import arguments_of, lowered
 
 OVERRIDES = (
     "hw=v6e8",
@@ -34,3 +41,20 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     # What the layers save is written into a buffer that nothing was written into before, here in the host's memory
     # (space 5): of two layers, one row's input.
     assert re.search(r"bf16\[2,1,256,64\]\{\S*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_compiler_takes_the_longest_row_that_is_held_whole(direction, tmp_path):
+    """8,192 tokens of 128 features, on a machine whose operations have 16 MiB of vector memory by default."""
+    call = AttentionCall(1, 8, 2, 8192, 128, "bfloat16", Scores(0.1), rotates=True)
+    assert call.is_whole
+    arguments = [{"axes": [], "alias": None}] * len(arguments_of(call, direction=direction))
+    request = {"topology": "v5e:1x1", "num_chips": 1, "num_replicas": 1, "mesh": {}, "arguments": arguments}
+    (tmp_path / compiler.REQUEST).write_text(json.dumps(request))
+    (tmp_path / compiler.PROGRAM).write_bytes(lowered(call, direction=direction, target="tpu"))
+    subprocess.run([sys.executable, "-m", "tpu_experiments.planning.compiler", str(tmp_path)], check=True)
+    answer = json.loads((tmp_path / compiler.ANSWER).read_text())
+    assert "error" not in answer, answer["error"]
+    (kernel,) = read_program((tmp_path / compiler.OPTIMIZED).read_text()).kernels
+    assert kernel.name == f"attention_{direction}"
+    assert kernel.flops == call.flops("fwd" if direction == "forward" else "bwd")

@@ -25,9 +25,9 @@ PLAIN = AttentionCall(1, 2, 1, 128, 128, "float32", Scores(0.1))
 LOCAL = AttentionCall(2, 4, 4, 384, 64, "float32", Scores(0.125, window=41, causal=False), max_block=128)
 WHOLE = AttentionCall(2, 4, 2, 200, 64, "float32", Scores(0.125, causal=False), rotates=True, max_block=128)
 ONE_BLOCK = AttentionCall(1, 8, 8, 128, 128, "float32", Scores(0.1, causal=False), rotates=True)
-# One block of several parts, the last of them shorter; 600 tokens are padded to 640.
-PARTS = AttentionCall(2, 4, 2, 600, 64, "float32", Scores(0.125), rotates=True)
-CAPPED = AttentionCall(1, 8, 2, 640, 128, "float32", Scores(0.1, window=200, soft_cap=20.0), rotates=True)
+# One block of several parts, the last of them shorter; 380 tokens are padded to 384.
+PARTS = AttentionCall(2, 4, 2, 380, 64, "float32", Scores(0.125), rotates=True)
+CAPPED = AttentionCall(1, 8, 2, 384, 128, "float32", Scores(0.1, window=200, soft_cap=20.0), rotates=True)
 AROUND = AttentionCall(1, 2, 2, 512, 64, "float32", Scores(0.125, window=65, causal=False))
 # Two blocks of two parts each, and a window that reaches into the block before.
 BLOCKS = AttentionCall(1, 4, 2, 1024, 64, "float32", Scores(0.125, window=600, soft_cap=9.0), True, max_block=512)
@@ -148,6 +148,7 @@ def test_blocks_of_long_rows_are_no_longer_than_the_window(length, window, block
 def test_blocks_of_wide_heads_are_shorter(length, block):
     assert AttentionCall(8, 4, 1, length, 256, "bfloat16", Scores(1.0)).block == block
     assert AttentionCall(8, 4, 1, length, 192, "bfloat16", Scores(1.0)).block == block
+    assert AttentionCall(8, 4, 1, length, 128, "float32", Scores(1.0)).block == block
 
 
 def test_a_window_as_long_as_the_row_is_none():
@@ -205,7 +206,7 @@ def test_whole_rows_compute_the_scores_that_their_parts_meet():
     row = dataclasses.replace(MISTRAL, length=16384)
     assert not row.is_whole
     assert 2 * (row.flops("dkv") + row.flops("dq")) == 7 * row.flops("fwd")
-    long = dataclasses.replace(GEMMA, length=1024, head_dim=128)
+    long = dataclasses.replace(GEMMA, length=1024, head_dim=128, dtype="bfloat16")
     assert long.exponentials("fwd") == long.exponentials("bwd") == 4 * 1024**2 * 10 // 16  # tiles of 256 x 256
     window = dataclasses.replace(long, scores=Scores(1.0, window=100))
     assert window.exponentials("fwd") == 4 * 256 * (256 + 3 * 384)

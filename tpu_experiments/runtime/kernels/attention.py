@@ -163,7 +163,7 @@ MAX_BLOCK = 1024
 COARSE_BLOCK = 512
 """Rows longer than MAX_BLOCK are padded to a multiple of this, so that no block is smaller."""
 PART = 256
-"""Tokens that a kernel of whole rows takes at once where positions are masked."""
+"""Tokens of a block that a kernel of whole rows takes at once."""
 
 
 WHOLE_BYTES = 2 * 2**20
@@ -243,11 +243,13 @@ class AttentionCall:
 
     @property
     def largest_block(self) -> int:
-        """Tokens in the largest block for this head dimension.
+        """Tokens in the largest block for this head dimension and data type.
 
-        At most MAX_BLOCK / 2 for a head of 256: in blocks of 1,024 its dK and dV take 17 MiB where 16 MiB fit (v5e).
+        Half of MAX_BLOCK for a head of 256, and in float32: of 1,024 tokens one block takes up to 22 MiB where 16 MiB
+        fit (v4, and v5e by default).
         """
-        return min(self.max_block, MAX_BLOCK // -(-self.head_dim // LANES) // LANES * LANES)
+        sizes = -(-self.head_dim // LANES) * (self.item_bytes // 2)
+        return min(self.max_block, max(LANES, MAX_BLOCK // sizes // LANES * LANES))
 
     @property
     def block(self) -> int:

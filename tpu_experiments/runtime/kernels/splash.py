@@ -1,9 +1,9 @@
 """Attention as Pallas kernels for the TPU, lowered to HLO without a TPU: jax alone.
 
-A row of one block, at most 1,024 tokens, goes to our own kernels (whole_rows.py), a longer one to jax's "splash"
-attention. Its kernels take grouped key/value heads as they are, skip the blocks that a causal mask or the window leaves
-empty, and mask by segment. They are called by their inner functions, forward and backward apart: differentiated through
-jax the backward pass would run the forward kernel once more.
+A row that vector memory holds, up to 8,192 tokens, goes to our own kernels (whole_rows.py), a longer one to jax's
+"splash" attention. Its kernels take grouped key/value heads as they are, skip the blocks that a causal mask or the
+window leaves empty, and mask by segment. They are called by their inner functions, forward and backward apart:
+differentiated through jax the backward pass would run the forward kernel once more.
 
 Splash wants heads first, (H, T, D). A projection makes (T, H D), and the way between is a copy of everything: for
 Mistral's queries a third of a projection's time (libtpu 0.0.21, v6e). A block of splash is one head of some tokens;
@@ -216,7 +216,7 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
 
 
 def _whole(call: AttentionCall, *tensors: Any, rotation: Any, direction: Direction, target: Target) -> Any:
-    """Run the kernels of rows that are one block."""
+    """Run the kernels of rows that vector memory holds."""
     query, key, value, segments, *others = tensors
     if direction == "forward":
         return whole_rows.forward(call, target=target)(query, key, value, segments, rotation)
@@ -227,7 +227,7 @@ def _whole(call: AttentionCall, *tensors: Any, rotation: Any, direction: Directi
 
 
 def _by_blocks(call: AttentionCall, *tensors: Any, rotation: Any, direction: Direction, target: Target) -> Any:
-    """Run splash's kernels, and turn q, k and their gradients in kernels of their own."""
+    """Run splash's kernels, and rotate q, k and their gradients in kernels of their own."""
 
     def rotate(flat: Any, *, factor: float, backward: bool = False) -> Any:
         if rotation is None:

@@ -1,20 +1,27 @@
-"""Attention of rows that a kernel holds whole, as Pallas kernels for the TPU: jax alone.
+"""Attention of rows that vector memory holds, as two Pallas kernels for the TPU: jax alone.
 
-Splash (splash.py) computes every score of a block that has a visible one: of a causal row that is one block, all T^2.
-Here a row of up to 1,024 tokens is cut into parts of 256, and a part meets only the tokens that the causal mask and the
-window leave it, known when the kernel is written: 0.625 T^2 scores for 1,024 tokens. The first products of the next
-part are computed beside the softmax of this one, and q and k are rotated as they are read.
+A kernel takes one block of up to 1,024 tokens of one head of one row at a time, forward a block of queries, backward
+one of keys. What the block meets stays in vector memory for all blocks: the keys and values of the row (and of all
+heads that share them), or its queries and gradients. So one backward kernel is enough, where splash (splash.py) has two
+for several blocks, which compute scores and weights twice.
+
+Splash computes every score of a block that has a visible one: of a causal row of one block, all T^2. Here a block is
+cut into parts of 256, each of which meets only the tokens inside the block that the causal mask and the window leave
+it, known when the kernel is written: 0.625 T^2 scores for 1,024 tokens. Blocks beside it are met whole, in a loop. The
+first products of the next part are computed beside the softmax of this one; q and k are rotated as they are read.
 
 Scores are (keys, queries). Sums over keys then add registers instead of lanes, log-sum-exps are rows as the backward
-pass reads them, and what is transposed has D features of a token, not its T probabilities. By the final schedule of
-libtpu 0.0.21, cycles of one head, forward and backward, 1,024 tokens (splash in one block; here):
+pass reads them, and what is transposed has D features of a token, not its weights. Softmax goes by powers of 2, as the
+TPU's exponential does; log2(e) is part of the factor of the rotated queries. Cycles of one causal head by libtpu
+0.0.21's final schedule, forward and backward (tests/benchmarks/README.md, Attention's own kernels):
 
-    D=128, causal        v6e 5,067 and 7,870; 2,928 and 5,113    v5e 6,836 and 12,039; 4,152 and 8,014
-    D=64, causal         v6e 5,674 and 9,000; 3,179 and 5,414    v5e 7,220 and 13,045; 4,195 and 8,181
-    D=64, 64 on each side v6e 6,619 and 9,361; 2,435 and 3,441
+                               splash              here
+    1,024 tokens, D=128, v6e   5,067 and 7,870     2,918 and 5,250
+    1,024 tokens, D=64, v5e    7,220 and 13,045    4,183 and 8,199
+    4,096 tokens, D=128, v6e   49,400 and 108,800  30,000 and 49,600
 
-Softmax goes by powers of 2, as the TPU's exponential does; log2(e) is part of the factor of the rotated queries.
-Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension, P tokens of a part, W tokens it meets."""
+Legend: B rows, H query heads, K key/value heads, T tokens, D head dimension, P tokens of a part or block, W tokens that
+it meets."""
 
 import functools
 import math
@@ -89,7 +96,7 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
         out_shape=results,
         scratch_shapes=_scratch(call, phase),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3,
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),  # rows, where a chip has two cores (v4, v5p)
             vmem_limit_bytes=None if call.num_blocks == 1 else VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
