@@ -221,9 +221,6 @@ class _Below(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_low: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a = ctx.saved_tensors
-        # In a loop the activation is computed again, behind the barrier only once: with the derivative, as the product
-        # below ends. Mistral 7B on v5e-8: 4,796 instead of 4,766 tokens/s (v6e-8, weights whole: 15,892 and 15,924).
-        x = x if ctx.is_apart else apart(x)
         joined = _together(grad, of_low, ctx.parts)
         # With a sum behind it XLA computes the gradients of gate_proj's and up_proj's outputs as the product ends, else
         # in a pass of their own: 251 us a layer, 22 ms of a step of Mistral 7B on v6e-8. What is added is 0, of a row
