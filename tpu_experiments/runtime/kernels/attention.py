@@ -164,8 +164,6 @@ COARSE_BLOCK = 512
 """Rows longer than MAX_BLOCK are padded to a multiple of this, so that no block is smaller."""
 PART = 256
 """Tokens of a block that a kernel of whole rows takes at once."""
-
-
 WHOLE_BYTES = 2 * 2**20
 """Largest row of a head that kernels hold whole: 8,192 tokens of at most 128 features in bfloat16."""
 

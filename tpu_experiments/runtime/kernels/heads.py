@@ -23,12 +23,6 @@ def heads_last(tensor: Any) -> Any:
     return jnp.swapaxes(tensor, -2, -3).reshape(*tensor.shape[:-3], tensor.shape[-2], -1)
 
 
-def turn(source: Any, into: Any, table: Any, *, factor: float = 1.0, backward: bool = False) -> None:
-    """Write the rotated values of one reference of a kernel, times `factor`, into another, or the same."""
-    turned = rotate(source[...], table[0], table[1], backward=backward)
-    into[...] = (turned if factor == 1 else turned * factor).astype(into.dtype)
-
-
 def rotated(
     flat: Any, rotation: Any, *, call: AttentionCall, factor: float, target: Target, backward: bool = False
 ) -> Any:
@@ -43,7 +37,8 @@ def rotated(
     """
 
     def kernel(x_ref: Any, rotation_ref: Any, out_ref: Any) -> None:
-        turn(x_ref, out_ref, rotation_ref, factor=factor, backward=backward)
+        turned = rotate(x_ref[...], rotation_ref[0], rotation_ref[1], backward=backward)
+        out_ref[...] = (turned * factor).astype(out_ref.dtype)
 
     rows, length, width = flat.shape
     block, head_dim = call.block, call.head_dim
@@ -71,6 +66,7 @@ def rotated(
 
 
 def rotate(x: Any, cos: Any, sin: Any, *, backward: bool) -> Any:
+    """Return x (T, D) rotated, or the gradient of x from that of the rotated, in float32; inside a kernel."""
     x, cos, sin = (tensor.astype(jnp.float32) for tensor in (x, cos, sin))
     if backward:
         return x * cos + _halves(x * sin, signs=(1.0, -1.0))
