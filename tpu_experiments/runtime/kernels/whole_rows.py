@@ -209,7 +209,8 @@ def _forward(*refs: Any, call: AttentionCall) -> None:
 def _backward(*refs: Any, call: AttentionCall) -> None:
     """Add a block of keys to dq (T, D) of one head of one row, and the head to dk and dv of the block.
 
-    For weights p and scores s: dv = p^T dout, ds = p (dout v^T - row sums), dq = ds k, dk = ds^T q.
+    For weights p, scores s and the gradient g of the output: dv = p^T g, ds = p (g v^T - row sums), dq = ds k and
+    dk = ds^T q.
     """
     *given, log_sum, row_sums, grad, dq, dk, dv, queries, keys, keys_DT, dq_DT, dk_TD, dv_TD = refs
     query, key, value, by_query, by_key, *table = given
