@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.compose import CONF, config_of
-from tpu_experiments.config.overlay import written
+from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import register
 from tpu_experiments.planning.tuned import Line, facts_of, lines
 
@@ -40,7 +40,7 @@ def words_of(line: Line) -> list[str]:
         f"model={line.model}",
         "data=sample_text",
         f"hw={line.hw}",
-        *(f"{key}={written(value)}" for key, value in settings.items()),
+        *(override_of(key, value) for key, value in settings.items()),
     ]
     for base in BASES:
         if facts_of(config_of([*words, *base, "tuned=off", "task=plan", "~local"])) == line.facts:

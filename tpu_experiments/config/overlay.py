@@ -19,7 +19,7 @@ OWN_ENTRIES = re.compile(r"data\.([^.=]+)\.(?:fields|questions|keep)[.=].*", re.
 
 def override_of(key: str, value: Any) -> str:
     """Return `key=value` in Hydra's command line syntax."""
-    return f"{key}={written(value)}"
+    return f"{key}={_written(value)}"
 
 
 def overlay_file(arguments: list[str]) -> str | None:
@@ -78,15 +78,14 @@ def _entries(text: str, *, file: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-def written(value: Any) -> str:
-    """Return a value as the command line takes it."""
+def _written(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(written(part) for part in value)}]"
+        return f"[{','.join(_written(part) for part in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{written(part)}" for key, part in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_written(part)}" for key, part in value.items()) + "}"
     text = str(value)
     return text if PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

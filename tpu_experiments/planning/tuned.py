@@ -20,7 +20,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import fitting_rows, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.overlay import written
+from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
 from tpu_experiments.planning.length import assumed_steps
@@ -163,12 +163,12 @@ def tuned_notes(config: Config, speed: float) -> list[str]:
 def overrides_of(before: Config, after: Config) -> tuple[str, ...]:
     """Return the overrides that lead from one config to the other, as the command line takes them."""
     changed = [key for key in SPEED if value_of(before, key) != value_of(after, key)]
-    return (*(f"{key}={written(value_of(after, key))}" for key in changed), f"tuned={after.tuned}")
+    return (*(override_of(key, value_of(after, key)) for key in changed), f"tuned={after.tuned}")
 
 
 def words_of(settings: Mapping[str, Any]) -> str:
     """Return settings as the command line takes them."""
-    return " ".join(f"{key}={written(value)}" for key, value in settings.items())
+    return " ".join(override_of(key, value) for key, value in settings.items())
 
 
 def line_is_of(line: Line, config: Config) -> bool:

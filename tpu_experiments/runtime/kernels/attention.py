@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.hardware import ChipConfig
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -257,7 +259,7 @@ class AttentionCall:
         """
         largest = min(self.largest_block, self.padded_length)
         if self.window is not None and largest < self.padded_length:
-            largest = min(largest, max(PART, _up_to_lanes(self.window, largest)))
+            largest = min(largest, max(PART, padded_lanes(self.window)))
         fitting = range(LANES, largest + 1, LANES)
         return max(size for size in fitting if self.padded_length % size == 0)
 
@@ -274,11 +276,10 @@ class AttentionCall:
         reach = (self.window or length) - 1
         before, after = (reach, 0 if causal else reach) if phase == "fwd" else (0 if causal else reach, reach)
         size = PART if causal or self.window else length
-        parts = (slice(start, min(start + size, length)) for start in range(0, length, size))
-        return [
-            Meeting(part, slice(max(0, part.start - before) // LANES * LANES, _up_to_lanes(part.stop + after, length)))
-            for part in parts
-        ]
+        parts = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        starts = (max(0, part.start - before) // LANES * LANES for part in parts)
+        ends = (min(length, padded_lanes(part.stop + after)) for part in parts)
+        return [Meeting(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
 
     def flops(self, phase: Phase) -> int:
         """Return the FLOPs of one row, masked pairs of what is computed at once included."""
@@ -302,16 +303,12 @@ class AttentionCall:
         return self.heads * (inside + (self.visited_blocks - self.num_blocks) * self.block**2)
 
 
-def _up_to_lanes(token: int, length: int) -> int:
-    return min(length, -(-token // LANES) * LANES)
-
-
-def holds_rows(vmem_mib: int | None) -> bool:
-    """Return whether a chip with this vector memory runs kernels that hold rows of several blocks.
+def holds_rows(chip: ChipConfig | None) -> bool:
+    """Return whether a chip's vector memory is large enough for kernels that hold rows of several blocks.
 
     They take up to 45 MiB of it. A v4's core has 16; where it is not known, splash takes those rows.
     """
-    return vmem_mib is not None and vmem_mib >= 64
+    return chip is not None and chip.vmem_mib is not None and chip.vmem_mib >= 64
 
 
 def reads_flat(*, heads: int, head_dim: int) -> bool:
@@ -325,7 +322,7 @@ def reads_flat(*, heads: int, head_dim: int) -> bool:
 
 
 def padded_lanes(width: int) -> int:
-    """Return the numbers that a row of `width` takes in the TPU's memory, where it fills whole lanes."""
+    """Round up to whole lanes, of which a row of the TPU's memory, or a slice of its vector memory, is made."""
     return -(-width // LANES) * LANES
 
 

@@ -74,7 +74,7 @@ def attention_kernel_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaAttenti
     return XlaAttention(
         mesh=mesh if hw.parallel == "spmd" else Mesh(),
         max_block=hw.attention_block,
-        holds_rows=holds_rows(hw.chip.vmem_mib if hw.chip else None),
+        holds_rows=holds_rows(hw.chip),
     )
 
 

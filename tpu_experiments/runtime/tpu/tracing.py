@@ -83,7 +83,7 @@ class Target:
     @staticmethod
     def of(hw: HwConfig, *, mesh: Mesh) -> "Target":
         """Return the target of a run's programs."""
-        holds = holds_rows(hw.chip.vmem_mib if hw.chip else None)
+        holds = holds_rows(hw.chip)
         if hw.parallel == "spmd":
             return Target(hw.attention_block, holds, row_shards=mesh.num_shards, head_shards=mesh.tensor)
         return Target(hw.attention_block, holds, num_processes=hw.num_devices)
