@@ -33,6 +33,8 @@ class PlainKernel:
         return out, out.new_zeros(out.shape[0], heads, out.shape[1])
 
     def backward(self, *saved, grad, heads, scores):
+        if saved[0].ndim == 4:
+            saved = (*(stack[saved[-1]] for stack in saved[:3]), *saved[3:])
         q, k, v, weights = self.parts(*saved[:5], heads=heads, scores=scores)
         grad = grad.unflatten(2, (heads, -1)).transpose(1, 2)
         of_weights = grad @ v.mT

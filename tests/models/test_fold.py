@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
@@ -14,7 +14,7 @@ from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.contracted import LinearOfHeads
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.layer_graph import SAVED
+from tpu_experiments.models.layer_graph import SAVED, source_of
 from tpu_experiments.models.lora import LoraLinear
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
@@ -116,6 +116,31 @@ def test_what_the_kernel_gave_and_o_proj_takes_is_saved_once(gradients_of):
     (kernel,) = {node.args[0] for node in computed}
     assert "attention" in kernel.target.name()
     assert [node.args[1] for node in computed] == [0, 1], "its result and its log-sum-exp"
+
+
+@pytest.mark.parametrize(
+    ("shape", "views", "same"),
+    [
+        ((2, 4, 6), [(0, 1), (0, 1)], True),
+        ((2, 4, 6), [(2, 4, 2, 3), (1, 2), (1, 2), (2, 4, 6)], True),
+        ((4, 4, 6), [(0, 1)], False),  # the same shape in another order
+        ((8, 6), [(2, 4, 2, 3), (1, 2), (1, 2), (2, 4, 6)], True),  # rows and tokens were one dimension
+        ((2, 4, 6), [(2, 8, 3)], False),  # features were split
+    ],
+)
+def test_a_stack_is_read_only_where_a_layer_of_it_is_read_as_it_lies(shape, views, same):
+    graph = fx.Graph()
+    node = whole = graph.placeholder("saved")
+    whole.meta["val"] = torch.empty(shape, device="meta")
+    for view in views:
+        transposes = len(view) == 2
+        target = torch.ops.aten.transpose.int if transposes else torch.ops.aten.view.default
+        node = graph.call_function(target, (node, *(view if transposes else (list(view),))))
+    graph.output(node)
+    node.meta["val"] = torch.empty(views[-1] if len(views[-1]) > 2 else shape, device="meta")
+    assert source_of(node) is (whole if same else None)
+    graph.create_node("call_function", torch.relu, (whole,))
+    assert source_of(node) is None, "another reads it too"
 
 
 def test_offloaded_are_the_inputs_of_layers_and_nothing_else(gradients_of):

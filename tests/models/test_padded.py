@@ -26,6 +26,7 @@ from tpu_experiments.models.padded import (
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+from tpu_experiments.runtime.kernels.attention import BACKWARD, install_attention_kernel
 from tpu_experiments.runtime.ops import widened, written
 from tpu_experiments.runtime.stacked import unstacked
 from tpu_experiments.runtime.xla import in_place  # noqa: F401  # registers what writes into tensors
@@ -202,6 +203,35 @@ def test_steps_and_evaluations_are_those_of_plain_torch(
     trained_values = unstacked(runs[0].parameters)
     for name, value in runs[1].parameters.items():
         torch.testing.assert_close(trained_values[name].cpu(), value, atol=1e-4, rtol=0)
+
+
+HEADS_OF_128 = ("+model.tiny_arch.head_dim=128", "model.tiny_arch.num_attention_heads=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "stacks"),
+    [
+        (("model.remat=save_dots",), 3),
+        pytest.param(("model.remat=save_dots", *HEADS_OF_128), 3, marks=pytest.mark.slow),
+        (("model.remat=save_attention",), 0),  # queries, keys and values are computed again
+    ],
+    ids=str,
+)
+def test_attention_reads_saved_queries_keys_and_values_out_of_their_stacks(
+    make_config: Callable[..., Config], xla: Any, eager: EagerRuntime, words: tuple[str, ...], stacks: int
+) -> None:
+    """The TPU's kernels, interpreted; heads of 128 features are read out of the stacks by the kernel itself."""
+    config = make_config(*WORDS, "model.stack=scanned", "model.attention=flash", *words)
+    runs = [Run(config, runtime) for runtime in (xla, eager)]
+    install_attention_kernel(on_xla.XlaAttention(mesh=Mesh(), target="interpreted"))
+    batches = [random_batch(number, rows=2, seq_len=128) for number in range(3)]
+    ours = runs[0].losses(batches)
+    install_attention_kernel(None)
+    (graph,) = runs[0].model.module.model.layers.graphs.values()
+    assert len(graph.by_number) == stacks
+    (call,) = graph.backward.graph.find_nodes(op="call_function", target=BACKWARD)
+    assert len(call.args[0]) == 7 + (stacks > 0), "the layer's number behind what attention saved"
+    torch.testing.assert_close(ours, runs[1].losses(batches), atol=1e-5, rtol=0)
 
 
 def padded_parts(run: Run) -> list[LoraLinear]:

@@ -149,6 +149,14 @@ def test_a_kernel_without_a_body_keeps_its_target_as_name() -> None:
     assert (kernel.name, kernel.count, kernel.num_bytes, kernel.flops) == ("tpu_custom_call", 1, 16 + 8, None)
 
 
+def test_the_bytes_of_a_kernel_are_those_that_it_states() -> None:
+    stated = '"cost_estimate":{"flops":"640","transcendentals":"3","bytes_accessed":"24"}'
+    call = f'ROOT k = bf16[4] custom-call(%a), custom_call_target="tpu_custom_call", backend_config={{{stated}}}'
+    main = computation("main", "a = bf16[100,8] parameter(0)", call, entry=True)
+    (kernel,) = read_program(module(main)).kernels
+    assert (kernel.flops, kernel.num_bytes) == (640, 24)
+
+
 def test_a_loop_whose_count_is_unknown_is_an_error_that_names_it() -> None:
     hlo = counting_loop(start="copy(%seed)", step="add(%i, %one)", goes_on="compare(%i, %n), direction=LT")
     with pytest.raises(ValueError, match=r"loop=loop; its trip count cannot be determined: condition condition reads"):

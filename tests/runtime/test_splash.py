@@ -104,6 +104,25 @@ def test_rows_that_do_not_fit_are_computed_by_splash(call, monkeypatch):
     compiled.cache_clear()
 
 
+@pytest.mark.parametrize("call", [MISTRAL, ONE_BLOCK, QWEN, PARTS], ids=["mistral", "one block", "qwen", "parts"])
+def test_the_backward_pass_reads_the_layer_of_a_number_out_of_stacks(call):
+    """The same numbers, and none of another layer; heads of fewer than 128 features, and rows that are padded, are
+    copied out first."""
+    q, k, v, grad, turns, segments = random_inputs(call)
+    *qkv, do = (t.transpose(1, 2).flatten(2).numpy() for t in (q, k, v, grad))
+    rest = [segments.numpy(), *([turns.numpy()] if call.rotates else [])]
+    results = compiled(call, "forward")(*qkv, *rest)
+    expected = compiled(call, "backward")(*qkv, *rest, *results, do)
+    stacks = [np.full((3, *t.shape), np.nan, dtype=np.float32) for t in qkv]
+    for stack, tensor in zip(stacks, qkv, strict=True):
+        stack[1] = tensor
+    stacked = dataclasses.replace(call, layers=3)
+    assert stacked.reads_by_number == (call in (MISTRAL, ONE_BLOCK))
+    found = compiled(stacked, "backward")(*stacks, *rest, *results, np.int32(1), do)
+    for ours, plain in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
 def test_nothing_crosses_from_one_segment_to_another():
     q, k, v, grad, turns, segments = random_inputs(GEMMA)
     inside = (segments == 2)[:, None, :, None]
@@ -180,6 +199,18 @@ def test_each_chip_gets_its_rows(direction, length, num_kernels):
     assert text.count("sharding={devices=[8,1,1]<=[8]}") >= 4
     assert "sharding={devices=[1,8,1,1]<=[8]}" in text
     assert text.count('custom_call_target="SPMDShardToFullShape"') == (2 if direction == "forward" else 3)
+
+
+def test_each_chip_gets_its_rows_of_stacks():
+    from jax._src.lib import xla_client
+
+    call = AttentionCall(8, 16, 8, 128, 128, "bfloat16", Scores(0.125), True, num_shards=4, head_shards=2, layers=3)
+    text = xla_client.XlaComputation(lowered(call, direction="backward", target="tpu")).as_hlo_text()
+    (kernel,) = (line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line)
+    assert kernel.count("bf16[3,2,128,1024]") == 1
+    assert kernel.count("bf16[3,2,128,512]") == 2
+    assert text.count("sharding={devices=[1,4,1,2]<=[8]}") >= 3
+    assert "dynamic-slice" not in text
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -22,6 +22,7 @@ from torch._functorch.partitioners import (
 )
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
+from tpu_experiments.runtime.kernels.attention import BACKWARD
 from tpu_experiments.runtime.ops import APART
 
 LOW = "low"
@@ -31,6 +32,8 @@ READ_APART = tuple(name for name in PROJECTIONS if name != "down_proj")
 """Projections that are read behind a barrier where they are saved. Of a layer whose down_proj is, because a norm reads
 it, it costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301 s a step)."""
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
+VIEW = torch.ops.aten.view.default
+VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
 
@@ -61,6 +64,9 @@ class LayerGraph:
     saved_inputs: tuple[int | None, ...]
     """For each saved value the number of the input that it is; None where it was computed."""
     num_weights: int
+    by_number: frozenset[int] = frozenset()
+    """Saved values, by number, that the backward pass takes as the stack of all layers; the layer's number then comes
+    last, behind the gradient of the output."""
 
     @staticmethod
     def trace(
@@ -106,7 +112,8 @@ class LayerGraph:
         read_apart(forward)
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
-        return LayerGraph(forward, backward, tuple(inputs.get(node) for node in results[1:]), count)
+        sources = tuple(inputs.get(node) for node in results[1:])
+        return LayerGraph(forward, backward, sources, count, by_number=read_by_number(backward, sources))
 
 
 def read_apart(forward: fx.GraphModule) -> None:
@@ -128,6 +135,49 @@ def read_apart(forward: fx.GraphModule) -> None:
             for user in readers:
                 user.replace_input_with(node, behind)
     forward.recompile()
+
+
+def read_by_number(backward: fx.GraphModule, sources: Sequence[int | None]) -> frozenset[int]:
+    """Have attention take saved queries, keys and values as stacks of all layers, in place; return their numbers.
+
+    A kernel reads a layer's blocks out of a stack; otherwise XLA copies the layer out of it first, since a kernel is
+    opaque to it: 10 of the 860 ms of Mistral 7B's step on v5e-8 (tests/benchmarks/README.md, Attention's own kernels).
+    """
+    placeholders = list(backward.graph.find_nodes(op="placeholder"))
+    calls = backward.graph.find_nodes(op="call_function", target=BACKWARD)
+    if len(calls) != 1:
+        return frozenset()
+    saved, *others = calls[0].args
+    found = [source_of(node) for node in saved[:3]]
+    numbers = [placeholders.index(node) for node in found if node is not None]
+    if len(numbers) < len(found) or any(number >= len(sources) or sources[number] is not None for number in numbers):
+        return frozenset()
+    with backward.graph.inserting_after(placeholders[-1]):
+        layer = backward.graph.placeholder("layer")
+    with backward.graph.inserting_before(calls[0]):
+        shapes = [[-1, *node.meta["val"].shape] for node in saved[:3]]
+        stacks = [backward.graph.call_function(VIEW, pair) for pair in zip(found, shapes, strict=True)]
+    calls[0].args = ([*stacks, *saved[3:], layer], *others)
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
+    return frozenset(numbers)
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """Return the placeholder that a node is a view of, features as they are and tokens in order; else None.
+
+    None, too, where something else reads the placeholder.
+    """
+    views, width = [], node.meta["val"].shape[-1]
+    while node.target in VIEWS and len(node.users) == 1:
+        views.append(node)
+        node = node.all_input_nodes[0]
+    if node.op != "placeholder" or len(node.users) != 1:
+        return None
+    seen = torch.empty(node.meta["val"].shape, device="meta")
+    for view in reversed(views):
+        seen = view.target(seen, *view.args[1:])  # type: ignore[operator]  # an operator
+    return node if seen.is_contiguous() and node.meta["val"].shape[-1] == width else None
 
 
 def not_run(graph: fx.GraphModule, _: Any) -> Callable[..., list[Any]]:

@@ -61,6 +61,12 @@ class _Scan:
         self.names, self.fill = names, fill
         self.graphs, self.splits, self.loop, self.constrain = graphs, splits, folding.loop, folding.constrain
         self.host = folding.host if offload else HostMemory()
+        self.by_number = [
+            number in graph.by_number
+            for graph in graphs
+            for number, source in enumerate(graph.saved_inputs)
+            if source in (None, LAYER_INPUT)
+        ]
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
         """Split a flat sequence into one part for each layer of the period."""
@@ -97,21 +103,35 @@ class _Scan:
         """
         return self.constrain(value, axes=(None,)) if value.ndim == 1 else value
 
+    def backward(self, carry: Any, *, weights: Sequence[Tensor], saved: Sequence[Tensor], constants: Any) -> Any:
+        """Run the backward loop; return its last carry and the gradients of the weights, stacked."""
+        pairs = list(zip(saved, self.by_number, strict=True))
+        stacks, slices = ([s for s, by_number in pairs if by_number == whole] for whole in (True, False))
+        numbers = [torch.arange(len(weights[0]), dtype=torch.int32, device=weights[0].device)] if stacks else []
+        xs = (*weights, *slices, *numbers)
+        return self.loop(self.backward_body, carry=carry, xs=xs, consts=(*constants, *stacks), reverse=True)
+
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         grad, *sums = carry
         num_weights = sum(graph.num_weights for graph in self.graphs)
         weights = self._weights(xs[:num_weights])
         splits, saved = self.split(self.splits), list(xs[num_weights:])
+        num_stacks = sum(self.by_number)
+        constants, stacks = constants[: len(constants) - num_stacks], list(constants[len(constants) - num_stacks :])
+        layer = [saved.pop()] if stacks else []
         grads: list[Tensor] = []
         for graph, own, split in reversed(list(zip(self.graphs, weights, splits, strict=True))):
             inputs = (None, *own, *constants)
             values = []
-            for source in reversed(graph.saved_inputs):
-                if source == LAYER_INPUT:
+            for number, source in reversed(list(enumerate(graph.saved_inputs))):
+                if number in graph.by_number:
+                    values.append(stacks.pop())
+                elif source == LAYER_INPUT:
                     values.append(self.host.fetch(saved.pop()))
                 else:
                     values.append(_uint8_to_bool(self._whole(saved.pop())) if source is None else inputs[source])
-            grad, *others = graph.backward(*reversed(values), self.constrain(grad, axes=BY_ROWS))
+            numbers = layer if graph.by_number else []
+            grad, *others = graph.backward(*reversed(values), self.constrain(grad, axes=BY_ROWS), *numbers)
             of_weights = zip(others[: graph.num_weights], split, strict=True)
             grads = [
                 self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None
@@ -178,8 +198,8 @@ class _Layers(torch.autograd.Function):
         trained = [c for c, need in zip(constants, wanted, strict=False) if need]
         # Summed over the layers in float32: autograd would round the sum to the constant's type after every layer.
         zeros = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) for c in trained]
-        (grad_hidden, *sums), grads = ctx.scan.loop(
-            ctx.scan.backward_body, carry=(grad, *zeros), xs=(*weights, *saved), consts=constants, reverse=True
+        (grad_hidden, *sums), grads = ctx.scan.backward(
+            (grad, *zeros), weights=weights, saved=saved, constants=constants
         )
         given = iter([*(s.to(c.dtype) for s, c in zip(sums, trained, strict=True)), *grads])
         return (None, None, grad_hidden, *(next(given) if need else None for need in wanted))

@@ -202,13 +202,14 @@ def kernel_of(call: Instruction, *, within: Computation) -> Kernel:
     """Describe one call of a Pallas kernel."""
     read = within.operand_shapes(call)
     flops = call.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
+    moved = call.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
     return Kernel(
         name=kernel_name(call),
         count=1,
         operand_shapes=tuple(str(shape) for shape in read),
         output_shapes=tuple(str(shape) for shape in call.shapes),
         flops=float(flops) if flops else None,
-        num_bytes=sum(shape.num_bytes for shape in (*read, *call.shapes)),
+        num_bytes=float(moved) if moved else sum(shape.num_bytes for shape in (*read, *call.shapes)),
     )
 
 

@@ -227,7 +227,8 @@ class Kernel:
     """FLOPs of one call as the kernel's author states them (usually without regard to causal masks); None where not
     stated."""
     num_bytes: float
-    """Bytes of the operands and results of one call, each moved once."""
+    """Bytes that one call moves as the kernel's author states them: it may read one layer of a stack; else those of its
+    operands and results."""
     operand_shapes: tuple[str, ...] = ()
     """Arrays that one call reads, for example `bf16[1,32,2048,128]`."""
     output_shapes: tuple[str, ...] = ()

@@ -47,7 +47,8 @@ class AttentionKernel(Protocol):
         """Return the gradients of q, k and v from that of the output.
 
         Args:
-            saved: the inputs of `forward`, then its outputs.
+            saved: the inputs of `forward`, then its outputs. Inside a loop over layers q, k and v may be the stacks
+                (L, B, T, N D) of all of them; then the layer's number, int32 (), comes last.
         """
         ...
 
@@ -127,6 +128,10 @@ def _backward(
     return _kernel().backward(*saved, grad=grad, heads=heads, scores=Scores(scale, window, soft_cap, causal))
 
 
+BACKWARD = torch.ops.tpu_experiments.attention_backward.default
+"""The operator of the gradients, as traced graphs hold it."""
+
+
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rotation: Tensor, heads: int, *_: Any) -> Any:
     return q.new_empty(q.shape), q.new_empty((q.shape[0], heads, q.shape[1]), dtype=torch.float32)
@@ -134,8 +139,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, rotation: Tensor, heads
 
 @_backward.register_fake
 def _(saved: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, *_ = saved
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v = (tensor.new_empty(tensor.shape[-3:]) for tensor in saved[:3])
+    return q, k, v
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -201,12 +206,19 @@ class AttentionCall:
     max_block: int = MAX_BLOCK
     holds_rows: bool = True
     """Whether the chip's vector memory holds a row of several blocks (`holds_rows`)."""
+    layers: int = 0
+    """Layers of the stacks that the backward pass reads q, k and v from; 0 where they are one layer's."""
 
     @property
     def is_whole(self) -> bool:
         """Whether the kernels hold a head's row whole (whole_rows.py); longer ones are splash's."""
         row_bytes = self.padded_length * padded_lanes(self.head_dim) * self.item_bytes
         return self.num_blocks == 1 or (self.holds_rows and row_bytes <= WHOLE_BYTES)
+
+    @property
+    def reads_by_number(self) -> bool:
+        """Whether the backward kernel reads one layer's q, k and v out of the stacks; else they are copied first."""
+        return self.layers > 0 and self.is_whole and self.is_flat and self.padded_length == self.length
 
     @property
     def item_bytes(self) -> int:
@@ -341,10 +353,10 @@ def call_of(
 ) -> tuple[AttentionCall, list[Tensor]]:
     """Return a call by its tensors (`AttentionKernel`), and those that the kernel takes: without rope no rotation."""
     q, k, v, segments, rotation, *others = tensors
-    rows, length, width = q.shape
+    *layers, rows, length, width = q.shape
     head_dim, rotates = width // heads, rotation.numel() > 0
     call = AttentionCall(
-        *(rows, heads, k.shape[2] // head_dim, length, head_dim),
+        *(rows, heads, k.shape[-1] // head_dim, length, head_dim),
         dtype=DTYPES[q.dtype],
         scores=scores,
         rotates=rotates,
@@ -352,5 +364,6 @@ def call_of(
         head_shards=head_shards,
         max_block=max_block,
         holds_rows=holds_rows,
+        layers=layers[0] if layers else 0,
     )
     return call, [q, k, v, segments, *([rotation] if rotates else []), *others]

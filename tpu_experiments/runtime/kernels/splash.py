@@ -145,8 +145,9 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     """Return the serialised HloModuleProto of the forward or backward pass.
 
     Forward is (q, k, v, segments, rotation) -> (out, log-sum-exp); backward is (q, k, v, segments, rotation, out,
-    log-sum-exp, grad of out) -> (dq, dk, dv). q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32; rotation
-    (2, B, T, D), left out without rope; log-sum-exp (B, H, T) float32.
+    log-sum-exp, layer, grad of out) -> (dq, dk, dv). q, out (B, T, H D); k, v (B, T, K D); segments (B, T) int32;
+    rotation (2, B, T, D), left out without rope; log-sum-exp (B, H, T) float32. With `call.layers` q, k and v have a
+    leading dimension of layers, and `layer` is the number of one, int32 (); without, it is left out.
     """
     run = function_on_mesh(call, direction=direction, target=target)
     with mosaic_for_libtpu():
@@ -171,9 +172,12 @@ def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Di
     kinds = (AxisType.Auto,) * len(sizes)  # jax 0.12 takes them for explicit ones where nothing is said
     mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=kinds)
     features, sums = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
-    specs = [features, features, features, PartitionSpec(by_rows)]
+    read = PartitionSpec(None, by_rows, None, by_heads) if call.layers else features
+    specs = [read, read, read, PartitionSpec(by_rows)]
     specs += [PartitionSpec(None, by_rows)] if call.rotates else []
-    specs += [features, sums, features] if direction == "backward" else []
+    specs += [features, sums] if direction == "backward" else []
+    specs += [PartitionSpec()] if call.layers else []
+    specs += [features] if direction == "backward" else []
     results = (features, sums) if direction == "forward" else (features, features, features)
     return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
 
@@ -183,11 +187,15 @@ def arguments_of(call: AttentionCall, *, direction: Direction) -> list[Any]:
     rows, length, size = call.rows, call.length, call.head_dim
     query = jax.ShapeDtypeStruct((rows, length, call.heads * size), call.dtype)
     key = jax.ShapeDtypeStruct((rows, length, call.kv_heads * size), call.dtype)
-    given = [query, key, key, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
+    stacks = (call.layers,) if call.layers else ()
+    given = [jax.ShapeDtypeStruct((*stacks, *read.shape), call.dtype) for read in (query, key, key)]
+    given.append(jax.ShapeDtypeStruct((rows, length), jnp.int32))
     if call.rotates:
         given.append(jax.ShapeDtypeStruct((2, rows, length, size), call.dtype))
     if direction == "backward":
-        given += [query, jax.ShapeDtypeStruct((rows, call.heads, length), jnp.float32), query]
+        given += [query, jax.ShapeDtypeStruct((rows, call.heads, length), jnp.float32)]
+        given += [jax.ShapeDtypeStruct((), jnp.int32)] if call.layers else []
+        given.append(query)
     return given
 
 
@@ -201,12 +209,15 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
 
     def padded(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
         rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
-        tensors = [_padded(tensor, extra=extra, axis=1) for tensor in (query, key, value)]
+        tensors = [query, key, value]
+        if call.layers and not call.reads_by_number:
+            tensors = [jax.lax.dynamic_index_in_dim(stack, others[-2], keepdims=False) for stack in tensors]
+        tensors = [_padded(tensor, extra=extra, axis=tensor.ndim - 2) for tensor in tensors]
         tensors.append(_padded(segments, extra=extra, axis=1, value=NO_SEGMENT))
         if direction == "backward":
-            out, log_sum, grad = others[-3:]
+            out, log_sum, *layer, grad = others[1 if call.rotates else 0 :]
             tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
-            tensors.append(_padded(grad, extra=extra, axis=1))
+            tensors += [*(layer if call.reads_by_number else ()), _padded(grad, extra=extra, axis=1)]
         found = run(call, *tensors, rotation=rotation, direction=direction, target=target)
         if direction == "forward":
             return found[0][:, : call.length], found[1][..., : call.length]
@@ -220,10 +231,10 @@ def _whole(call: AttentionCall, *tensors: Any, rotation: Any, direction: Directi
     query, key, value, segments, *others = tensors
     if direction == "forward":
         return whole_rows.forward(call, target=target)(query, key, value, segments, rotation)
-    out, log_sum, grad = others
+    out, log_sum, *layer, grad = others
     row_sums = jax.vmap(functools.partial(_row_sums, heads=call.heads))(out, grad)
     run = whole_rows.backward(call, target=target)
-    return run(query, key, value, segments, rotation, log_sum, row_sums, grad)
+    return run(query, key, value, segments, rotation, log_sum, row_sums, grad, *layer)
 
 
 def _by_blocks(call: AttentionCall, *tensors: Any, rotation: Any, direction: Direction, target: Target) -> Any:

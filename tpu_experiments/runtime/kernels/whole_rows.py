@@ -53,7 +53,8 @@ def forward(call: AttentionCall, *, target: Target) -> Callable[..., Any]:
 def backward(call: AttentionCall, *, target: Target) -> Callable[..., Any]:
     """Return the function (q, k, v, segments, rotation or None, log-sum-exp, row sums, grad of out) -> (dq, dk, dv).
 
-    Row sums (B, H, T) are those of out x grad of out over a head's features.
+    Row sums (B, H, T) are those of out x grad of out over a head's features. With a further argument, the number of a
+    layer, q, k and v are stacks, and the kernel's blocks are those of that layer: nothing copies a layer out of them.
     """
     return lambda *tensors: _called(call, "bwd", *tensors, target=target)
 
@@ -62,10 +63,10 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
     """Run a kernel over the grid (B, H, blocks of a row): heads that share a key follow each other."""
     query, key, value, segments, rotation, *others = tensors
     rows, length = segments.shape
-    kept = [pl.BlockSpec((None, SUBLANES, length), lambda row, head, block: (row, 0, 0))]
-    kept.append(pl.BlockSpec((None, length, LANES), lambda row, head, block: (row, 0, 0)))
+    kept = [pl.BlockSpec((None, SUBLANES, length), lambda row, *_: (row, 0, 0))]
+    kept.append(pl.BlockSpec((None, length, LANES), lambda row, *_: (row, 0, 0)))
     if call.rotates:
-        kept.append(pl.BlockSpec((2, None, length, call.head_dim), lambda row, head, block: (0, row, 0, 0)))
+        kept.append(pl.BlockSpec((2, None, length, call.head_dim), lambda row, *_: (0, row, 0, 0)))
 
     def in_order(tensor: Any) -> Any:
         return tensor if call.is_flat else heads_first(tensor, head_dim=call.head_dim)
@@ -76,25 +77,31 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
     given = [in_order(query), in_order(key), in_order(value), of_rows(segments)]
     given.append(jnp.broadcast_to(segments[..., None], (*segments.shape, LANES)))
     given += [rotation] if call.rotates else []
-    of_head, of_key = (jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in given[:2])
+    shapes = [tensor.shape[1:] if call.reads_by_number else tensor.shape for tensor in given[:2]]
+    of_head, of_key = (jax.ShapeDtypeStruct(shape, query.dtype) for shape in shapes)
+    layer: list[Any] = []
     if phase == "fwd":
         queries, keys = _heads(call, by_block=True), _heads(call, of_keys=True)
         in_specs, out_specs = [queries, keys, keys, *kept], [queries, _sums(call, by_block=True)]
         results = [of_head, jax.ShapeDtypeStruct((rows, call.heads, SUBLANES, length), jnp.float32)]
     else:
-        log_sum, row_sums, grad = others
+        log_sum, row_sums, grad, *layer = others
         given += [of_rows(log_sum), of_rows(row_sums), in_order(grad)]
-        queries, keys, sums = _heads(call), _heads(call, by_block=True, of_keys=True), _sums(call)
-        whole = _heads(call, of_keys=True)
-        in_specs, out_specs = [queries, keys, keys, *kept, sums, sums, queries], [queries, whole, whole]
+        queries, whole, sums = _heads(call), _heads(call, of_keys=True), _sums(call)
+        read = _heads(call, stacked=call.reads_by_number)
+        keys = _heads(call, by_block=True, of_keys=True, stacked=call.reads_by_number)
+        in_specs, out_specs = [read, keys, keys, *kept, sums, sums, queries], [queries, whole, whole]
         results = [of_head, of_key, of_key]
+    grid = (rows, call.heads, call.num_blocks)
+    numbers = [number.reshape(1) for number in layer]
+
+    def kernel(*refs: Any) -> None:
+        (_forward if phase == "fwd" else _backward)(*refs[len(numbers) :], call=call)
+
     found = pl.pallas_call(
-        functools.partial(_forward if phase == "fwd" else _backward, call=call),
-        grid=(rows, call.heads, call.num_blocks),
-        in_specs=in_specs,
-        out_specs=out_specs,
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(len(numbers), grid, in_specs, out_specs, _scratch(call, phase)),
         out_shape=results,
-        scratch_shapes=_scratch(call, phase),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),  # rows, where a chip has two cores (v4, v5p)
             vmem_limit_bytes=None if call.num_blocks == 1 else VMEM_BYTES,
@@ -106,28 +113,34 @@ def _called(call: AttentionCall, phase: Phase, *tensors: Any, target: Target) ->
         ),
         interpret=target == "interpreted",
         name="attention_forward" if phase == "fwd" else "attention_backward",  # read by planning/hlo/program.py
-    )(*given)
+    )(*numbers, *given)
     in_heads = found if phase == "bwd" else found[:1]
     made = [tensor if call.is_flat else heads_last(tensor) for tensor in in_heads]
     return tuple(made) if phase == "bwd" else (*made, found[1][:, :, 0])
 
 
-def _heads(call: AttentionCall, *, by_block: bool = False, of_keys: bool = False) -> Any:
-    """Return the block spec of a head's row, or of a block of it, in the call's order."""
+def _heads(call: AttentionCall, *, by_block: bool = False, of_keys: bool = False, stacked: bool = False) -> Any:
+    """Return the block spec of a head's row, or of a block of it, in the call's order.
+
+    Args:
+        stacked: it is taken out of a stack, by the number of the layer that the grid prefetches.
+    """
     tokens, group = call.block if by_block else call.padded_length, call.heads // call.kv_heads if of_keys else 1
 
-    def at(row: Any, head: Any, block: Any) -> tuple[Any, ...]:
+    def at(row: Any, head: Any, block: Any, *number: Any) -> tuple[Any, ...]:
         token = block if by_block else 0
-        return (row, token, head // group) if call.is_flat else (row, head // group, token, 0)
+        layer = [ref[0] for ref in number] if stacked else []
+        return (*layer, row, token, head // group) if call.is_flat else (row, head // group, token, 0)
 
-    return pl.BlockSpec((None, tokens, call.head_dim) if call.is_flat else (None, None, tokens, call.head_dim), at)
+    outer = (None,) * (1 + stacked) if call.is_flat else (None, None)
+    return pl.BlockSpec((*outer, tokens, call.head_dim), at)
 
 
 def _sums(call: AttentionCall, *, by_block: bool = False) -> Any:
     """Return the block spec of numbers of a head's tokens, (B, H, 8, T)."""
     tokens = call.block if by_block else call.padded_length
     shape = (None, None, SUBLANES, tokens)
-    return pl.BlockSpec(shape, lambda row, head, block: (row, head, 0, block if by_block else 0))
+    return pl.BlockSpec(shape, lambda row, head, block, *_: (row, head, 0, block if by_block else 0))
 
 
 def _scratch(call: AttentionCall, phase: Phase) -> list[Any]:
