@@ -25,7 +25,7 @@ from tpu_experiments.models.padded import (
 )
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
+from tpu_experiments.runtime.kernels import on_xla  # registers the products of torch_xla's runs
 from tpu_experiments.runtime.kernels.attention import BACKWARD, install_attention_kernel
 from tpu_experiments.runtime.ops import widened, written
 from tpu_experiments.runtime.stacked import unstacked
