@@ -30,11 +30,11 @@ def main(*words: str) -> None:
     is_beside = len(overrides) < len(words)
     config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
-    from tpu_experiments.models import build, lora
+    from tpu_experiments.models import build, lora, padded
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     if is_beside:
-        lora.MIN_FEATURES, lora.PADDING, build.PADDING = 1, 32, 32
+        lora.MIN_FEATURES, lora.PADDING, build.PADDING, padded.PADDING = 1, 32, 32, 32
     rows = config.hw.num_devices
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
