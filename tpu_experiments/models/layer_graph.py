@@ -6,9 +6,9 @@ recomputes (activation checkpointing, arXiv 1604.06174; by names, as jax.checkpo
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ it, it costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 VIEW = torch.ops.aten.view.default
 VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
+PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default)
+MUL = torch.ops.aten.mul.Tensor
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
 
@@ -67,6 +69,8 @@ class LayerGraph:
     by_number: frozenset[int] = frozenset()
     """Saved values, by number, that the backward pass takes as the stack of all layers; the layer's number then comes
     last, behind the gradient of the output."""
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """What the caller multiplies a weight's gradient by, by the weight's number; 1 where it is not here."""
 
     @staticmethod
     def trace(
@@ -113,7 +117,8 @@ class LayerGraph:
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         sources = tuple(inputs.get(node) for node in results[1:])
-        return LayerGraph(forward, backward, sources, count, by_number=read_by_number(backward, sources))
+        factors = taken_out(backward, num_weights=count)
+        return LayerGraph(forward, backward, sources, count, read_by_number(backward, sources), factors)
 
 
 def read_apart(forward: fx.GraphModule) -> None:
@@ -135,6 +140,43 @@ def read_apart(forward: fx.GraphModule) -> None:
             for user in readers:
                 user.replace_input_with(node, behind)
     forward.recompile()
+
+
+def taken_out(backward: fx.GraphModule, *, num_weights: int) -> dict[int, float]:
+    """Take numbers that gradients of weights are multiplied by last out of a graph, in place; return them by weight.
+
+    The scale of an adapter's A is such a number. XLA sums the gradients of chips that split the rows behind a loop over
+    layers, not in it, only where nothing multiplies them (scanned.py).
+    """
+    output = backward.graph.output_node()
+    results: Any = output.args[0]
+    factors: dict[int, float] = {}
+    for node in backward.graph.find_nodes(op="call_function", target=MUL):
+        x, number = node.args
+        ends = [place - 1 for end in pieces_of(node, output) for place, made in enumerate(results) if made is end]
+        if isinstance(number, float) and ends and all(0 <= end < num_weights for end in ends):
+            node.replace_all_uses_with(x)
+            backward.graph.erase_node(node)
+            factors |= {end: factors.get(end, 1.0) * number for end in ends}
+            results = output.args[0]
+    backward.recompile()
+    return factors
+
+
+def pieces_of(node: fx.Node, output: fx.Node) -> list[fx.Node]:
+    """Return the results that are a node's numbers, or part of them; none if it is used for anything else."""
+    found: list[fx.Node] = []
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user is output:
+                found.append(node)
+            elif user.target in PIECES:
+                waiting.append(user)
+            else:
+                return []
+    return found
 
 
 def read_by_number(backward: fx.GraphModule, sources: Sequence[int | None]) -> frozenset[int]:

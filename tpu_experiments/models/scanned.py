@@ -67,6 +67,7 @@ class _Scan:
             for number, source in enumerate(graph.saved_inputs)
             if source in (None, LAYER_INPUT)
         ]
+        self.factors = [graph.factors.get(number, 1.0) for graph in graphs for number in range(graph.num_weights)]
         self.adds_rows = folding.in_place is not None
         self.is_numbered = self.adds_rows or any(self.by_number)
 
@@ -244,5 +245,7 @@ class _Layers(torch.autograd.Function):
             constants=constants,
             totals=[torch.zeros(w.shape, dtype=kind, device=w.device) if adds else None for w, kind, adds in stacks],
         )
+        factors = [factor for factor, need in zip(ctx.scan.factors, wanted[len(constants) :], strict=True) if need]
+        grads = tuple(g if factor == 1 else g * factor for g, factor in zip(grads, factors, strict=True))
         given = iter([*(s.to(c.dtype) for s, c in zip(sums, trained, strict=True)), *grads])
         return (None, None, grad_hidden, *(next(given) if need else None for need in wanted))
