@@ -125,11 +125,12 @@ class _Scan:
         """
         pairs = list(zip(saved, self.by_number, strict=True))
         stacks, slices = ([s for s, by_number in pairs if by_number == whole] for whole in (True, False))
-        numbers = [torch.arange(len(weights[0]), dtype=torch.int32, device=weights[0].device)]
+        count, device = len(weights[0]), weights[0].device
+        numbers = [torch.arange(count, dtype=torch.int32, device=device)] if self.is_numbered else []
         (grad, *added), grads = self.loop(
             self.backward_body,
             carry=(grad, *sums, *(total for total in totals if total is not None)),
-            xs=(*weights, *slices, *(numbers if self.is_numbered else ())),
+            xs=(*weights, *slices, *numbers),
             consts=(*constants, *stacks),
             reverse=True,
         )

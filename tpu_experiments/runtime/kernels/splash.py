@@ -209,15 +209,16 @@ def attention_function(call: AttentionCall, *, direction: Direction, target: Tar
 
     def padded(query: Any, key: Any, value: Any, segments: Any, *others: Any) -> Any:
         rotation = _padded(others[0], extra=extra, axis=2) if call.rotates else None
-        tensors = [query, key, value]
-        if call.layers and not call.reads_by_number:
-            tensors = [jax.lax.dynamic_index_in_dim(stack, others[-2], keepdims=False) for stack in tensors]
+        tensors, layer = [query, key, value], [others[-2]] if call.layers else []
+        if layer and not call.reads_by_number:
+            number = layer.pop()
+            tensors = [jax.lax.dynamic_index_in_dim(stack, number, keepdims=False) for stack in tensors]
         tensors = [_padded(tensor, extra=extra, axis=tensor.ndim - 2) for tensor in tensors]
         tensors.append(_padded(segments, extra=extra, axis=1, value=NO_SEGMENT))
         if direction == "backward":
-            out, log_sum, *layer, grad = others[1 if call.rotates else 0 :]
+            out, log_sum, *_, grad = others[1 if call.rotates else 0 :]
             tensors += [_padded(out, extra=extra, axis=1), _padded(log_sum, extra=extra, axis=2)]
-            tensors += [*(layer if call.reads_by_number else ()), _padded(grad, extra=extra, axis=1)]
+            tensors += [*layer, _padded(grad, extra=extra, axis=1)]
         found = run(call, *tensors, rotation=rotation, direction=direction, target=target)
         if direction == "forward":
             return found[0][:, : call.length], found[1][..., : call.length]
