@@ -300,6 +300,7 @@ def test_what_cannot_be_recorded_is_refused(runtime: EagerRuntime) -> None:
     with pytest.raises(ConfigError, match=r"hw.cuda_graphs=true; the program `hasty` cannot be recorded"):
         program(batch)
     assert float(torch.ones(3, device="cuda").sum()) == 3  # the GPU can be used
+    assert 0 <= float(torch.rand(1, device="cuda")) < 1
 
 
 def test_what_draws_from_the_generator_is_not_recorded(runtime: EagerRuntime) -> None:

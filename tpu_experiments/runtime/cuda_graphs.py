@@ -138,11 +138,16 @@ class Recording:
         return self._graph
 
     def _abandon(self) -> None:
-        """Leave a recording that failed; the stream says once more that it did."""
+        """Leave a recording that failed, whose stream says once more that it did, for one of next to nothing.
+
+        Without it the GPU's generator takes the process for still recording, and every draw fails.
+        """
         try:
             self._context.__exit__(None, None, None)
         except RuntimeError:
             self._context.stream_ctx.__exit__(None, None, None)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros((), device=self._graphs.stream.device)
 
 
 class GraphProgram(Generic[Out]):
