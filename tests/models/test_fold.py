@@ -14,7 +14,7 @@ from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.models.contracted import LinearOfHeads
 from tpu_experiments.models.fold import fold
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.layer_graph import SAVED, source_of, taken_out
+from tpu_experiments.models.layer_graph import SAVED, in_parts, source_of
 from tpu_experiments.models.lora import LoraLinear
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
@@ -202,30 +202,42 @@ def test_adapters_of_folded_layers_multiply_rows_and_tokens_as_they_are(gradient
         assert any(target is torch.ops.tpu_experiments.contraction.default for target in small)
         of_tokens = [target for target, *shape in found if len(shape) == 3 and shape[-1] in ranks]
         assert torch.ops.aten.mul.Tensor not in of_tokens
-    assert list(graph.factors.values()) == [3.0] * 7, "of the gradients of A, behind the loop"
 
 
-def test_only_numbers_that_gradients_of_weights_are_multiplied_by_last_are_taken_out():
+def test_sums_over_tokens_are_made_one_for_each_part_of_the_rows():
     graph = fx.Graph()
-    x, y, z = (graph.placeholder(name) for name in "xyz")
+    given = [
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((4, 3, 5), (4, 3, 2), (12, 5))
+    ]
+    x, low, rows = (graph.placeholder(name) for name in ("x", "low", "rows"))
+    for node, tensor in zip((x, low, rows), given, strict=True):
+        node.meta["val"] = tensor
 
     def call(target: Any, *args: Any) -> fx.Node:
         return graph.call_function(target, args)
 
-    mul = torch.ops.aten.mul.Tensor
-    of_parts = call(mul, x, 3.0)
-    first, second = (call(torch.ops.aten.slice.Tensor, of_parts, 0, start, start + 1) for start in (0, 1))
-    twice = call(mul, call(torch.ops.aten.view.default, call(mul, y, 2.0), [6]), 5.0)
-    by_tensor, read_again, of_hidden = call(mul, x, y), call(mul, z, 7.0), call(mul, z, 9.0)
-    other = call(torch.ops.aten.neg.default, read_again)
-    graph.output([of_hidden, first, second, twice, by_tensor, read_again, other])
+    aten, product = torch.ops.aten, torch.ops.tpu_experiments.contraction.default
+    scaled = call(aten.mul.Tensor, call(product, low, x, [0, 1], [0, 1]), 3.0)
+    first, second = (call(aten.slice.Tensor, scaled, 0, start, start + 1) for start in (0, 1))
+    turned = call(aten.transpose.int, call(product, x, low, [0, 1], [0, 1]), 0, 1)
+    viewed = call(aten.view.default, call(product, rows, rows, [0], [0]), [25])
+    summed = call(aten.view.default, call(aten.sum.dim_IntList, x, [0, 1], True), [5])
+    of_features = call(product, x, x, [2], [2])
+    read_again = call(product, low, low, [0, 1], [0, 1])
+    other = call(aten.neg.default, read_again)
+    of_hidden = call(product, low, x, [0, 1], [0, 1])
+    graph.output([of_hidden, first, second, turned, viewed, summed, of_features, read_again, other])
     module = fx.GraphModule({}, graph)
-    tensors = [torch.arange(6.0) + start for start in range(3)]
-    plain = module(*tensors)
-    factors = taken_out(module, num_weights=6)
-    assert factors == {0: 3.0, 1: 3.0, 2: 5.0}
-    for place, (found, expected) in enumerate(zip(module(*tensors), plain, strict=True)):
-        assert torch.equal(found * factors.get(place - 1, 1.0), expected)
+    plain = module(*given)
+    assert in_parts(module, 5, set(range(1, 9))) == set(), "neither 4 nor 12 rows are split into 5"
+    places = in_parts(module, 2, set(range(1, 9)))
+    assert places == {1, 2, 3, 4, 5}
+    for place, (found, expected) in enumerate(zip(module(*given), plain, strict=True)):
+        assert found.shape == ((2, *expected.shape) if place in places else expected.shape)
+        torch.testing.assert_close(found.sum(0) if place in places else found, expected)
+    # The second half of the rows is in the second sum alone.
+    halves = module(*(torch.cat([tensor[: len(tensor) // 2], tensor[: len(tensor) // 2] * 0]) for tensor in given))
+    assert all(halves[place][0].any() and not halves[place][1].any() for place in places)
 
 
 @pytest.mark.parametrize(

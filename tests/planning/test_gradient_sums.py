@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs import run
-from tpu_experiments.planning.hlo.text import Shape, read_module
+from tpu_experiments.planning.hlo.text import Computation, Module, Shape, read_module
 
 SETTINGS = (
     "task=plan",
@@ -21,6 +21,7 @@ SETTINGS = (
 )
 SUMS = {"all-reduce", "all-reduce-start", "reduce-scatter"}
 FOLDED = ("model.stack=scanned", "sharding=fsdp", "trainer.global_batch_rows=8")
+ACCUMULATED = ("model.stack=scanned", "sharding=replicated", "trainer.global_batch_rows=16")
 UNROLLED = ("model.stack=unrolled", "sharding=replicated", "model.remat=save_dots", "trainer.global_batch_rows=16")
 
 
@@ -32,10 +33,22 @@ NORMS = 2 * 64
 """Elements of its norms."""
 
 
-def sums_over_chips(optimized: Path) -> Counter[Shape]:
+def planned(folder: Path, *settings: str) -> Module:
+    """Return the compiled program of a step with these settings."""
+    done = run(*SETTINGS, *settings, output_dir=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (optimized,) = (folder / "plans" / "compiled").glob("*/optimized.hlo")
+    return read_module(optimized.read_text())
+
+
+def sums_over_chips(program: Module) -> Counter[Shape]:
     """Arrays that the program sums, by shape; one inside of a loop counts once. Losses and norms are left out."""
-    computations = read_module(optimized.read_text()).computations.values()
-    summed = (each.operand_shapes(line) for each in computations for line in each.instructions if line.opcode in SUMS)
+    return sum((sums_in(computation) for computation in program.computations.values()), Counter())
+
+
+def sums_in(computation: Computation) -> Counter[Shape]:
+    """Arrays that a computation sums over chips, by shape, without losses and norms."""
+    summed = (computation.operand_shapes(line) for line in computation.instructions if line.opcode in SUMS)
     return Counter(shape for shapes in summed for shape in shapes if shape.num_elements >= 64)
 
 
@@ -51,9 +64,14 @@ def sums_over_chips(optimized: Path) -> Counter[Shape]:
     ids=["folded fsdp", "unrolled accumulated", "folded fsdp all weights"],
 )
 def test_every_gradient_is_summed_over_chips_in_float32(tmp_path, settings, elements):
-    done = run(*SETTINGS, *settings, output_dir=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (optimized,) = (tmp_path / "plans" / "compiled").glob("*/optimized.hlo")
-    found = sums_over_chips(optimized)
+    found = sums_over_chips(planned(tmp_path, *settings))
     assert {shape.dtype for shape in found} == {"f32"}, found
     assert sum(shape.num_elements * times for shape, times in found.items()) == elements, found
+
+
+def test_gradients_of_folded_layers_are_summed_over_chips_once_a_step(tmp_path):
+    """Behind the loop over layers, and behind that over micro-batches."""
+    program = planned(tmp_path, *ACCUMULATED, "lora=all_linear_r8", "lora.alpha=24")
+    found = sums_in(program.entry)
+    assert sum(shape.num_elements * times for shape, times in found.items()) == 2 * LORA, found
+    assert sums_over_chips(program) == found, "nothing is summed inside of a loop"

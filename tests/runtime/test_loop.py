@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.ops import added_row, python_loop
+from tpu_experiments.runtime.ops import python_loop
 
 pytestmark = pytest.mark.xla
 LOOPS = ("python", "xla")
@@ -34,23 +34,6 @@ def loop(request):
 
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_a_stack_in_the_carry_are_added_to(loop, dtype):
-    stack, values = draw(4, 3, 2).to(dtype), draw(5, 3, 2, seed=1).to(dtype)
-    numbers = torch.tensor([2, 0, 3, 2, 0], dtype=torch.int32)
-
-    def body(carry, xs, consts):
-        value, number = xs
-        return (added_row(carry[0], value, number),), ()
-
-    (found,), ys = loop(body, carry=(stack,), xs=(values, numbers), reverse=True)
-    expected = stack.clone()
-    for value, number in reversed(list(zip(values, numbers.tolist(), strict=True))):
-        expected[number] += value
-    assert torch.equal(found, expected)
-    assert ys == ()
 
 
 @pytest.mark.parametrize("reverse", [False, True])

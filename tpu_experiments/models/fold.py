@@ -298,10 +298,10 @@ class FoldedLayers(nn.Module):
 
         return filled
 
-    def _splits(self, weights: list[dict[str, Tensor]]) -> list[Axes]:
+    def _splits(self, weights: list[dict[str, Tensor]], *, first: int = 0) -> list[Axes]:
         """Return for every weight of one layer the mesh axes along which it is sharded."""
         splits = []
-        for j, own in enumerate(weights):
+        for j, own in enumerate(weights, start=first):
             for name, stack in own.items():
                 whole = f"{self.path}.{self._name(self.start + j)}.{name}"
                 splits.append(() if name == NUMBER else self.folding.axes(whole, tuple(stack.shape))[1:])
@@ -353,6 +353,7 @@ class FoldedLayers(nn.Module):
         """
         template = self.layer(self.start + j)
         tensors = (hidden, *weights.values(), *constants)
+        splits = self._splits([weights], first=j)
         key = (j, template.training, len(holding), tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         if key not in self.graphs:
             names = list(weights)
@@ -363,7 +364,15 @@ class FoldedLayers(nn.Module):
                     return call_layer(template, hidden, own, constants, spec=spec)
 
             self.graphs[key] = LayerGraph.trace(
-                compute, template, hidden, list(weights.values()), constants, remat=self.remat, saved=self.saved
+                compute,
+                template,
+                hidden,
+                list(weights.values()),
+                constants,
+                remat=self.remat,
+                saved=self.saved,
+                parts=self.folding.row_shards,
+                summed_in_parts=[number for number, axes in enumerate(splits) if not any(axes)],
             )
         return self.graphs[key]
 

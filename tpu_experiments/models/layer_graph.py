@@ -6,9 +6,9 @@ recomputes (activation checkpointing, arXiv 1604.06174; by names, as jax.checkpo
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch._functorch.partitioners import (
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
 from tpu_experiments.runtime.kernels.attention import BACKWARD
+from tpu_experiments.runtime.kernels.contraction import CONTRACTION
 from tpu_experiments.runtime.ops import APART
 
 LOW = "low"
@@ -34,8 +35,8 @@ it, it costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 VIEW = torch.ops.aten.view.default
 VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
-PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default)
-MUL = torch.ops.aten.mul.Tensor
+PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
+SUM = torch.ops.aten.sum.dim_IntList
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
 
@@ -69,8 +70,8 @@ class LayerGraph:
     by_number: frozenset[int] = frozenset()
     """Saved values, by number, that the backward pass takes as the stack of all layers; the layer's number then comes
     last, behind the gradient of the output."""
-    factors: Mapping[int, float] = field(default_factory=dict)
-    """What the caller multiplies a weight's gradient by, by the weight's number; 1 where it is not here."""
+    in_parts: frozenset[int] = frozenset()
+    """Weights, by number, whose gradient has one sum for each part of the rows, (parts, ...), which the caller adds."""
 
     @staticmethod
     def trace(
@@ -82,6 +83,8 @@ class LayerGraph:
         *,
         remat: str,
         saved: Sequence[str] = (),
+        parts: int = 1,
+        summed_in_parts: Sequence[int] = (),
     ) -> "LayerGraph":
         """Trace `compute` for tensors of these shapes and data types.
 
@@ -89,6 +92,8 @@ class LayerGraph:
             weights: stacks, of which one slice is a layer's.
             remat: policy of what is saved, by name.
             saved: names saved in addition.
+            parts: those that devices split the rows into.
+            summed_in_parts: numbers of the weights whose gradients the caller sums over these parts.
         """
         examples = [
             torch.empty_like(hidden, requires_grad=True),
@@ -117,8 +122,9 @@ class LayerGraph:
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         sources = tuple(inputs.get(node) for node in results[1:])
-        factors = taken_out(backward, num_weights=count)
-        return LayerGraph(forward, backward, sources, count, read_by_number(backward, sources), factors)
+        parted = in_parts(backward, parts, {number + 1 for number in summed_in_parts}) if parts > 1 else ()
+        by_number = read_by_number(backward, sources)
+        return LayerGraph(forward, backward, sources, count, by_number, frozenset(place - 1 for place in parted))
 
 
 def read_apart(forward: fx.GraphModule) -> None:
@@ -142,41 +148,65 @@ def read_apart(forward: fx.GraphModule) -> None:
     forward.recompile()
 
 
-def taken_out(backward: fx.GraphModule, *, num_weights: int) -> dict[int, float]:
-    """Take numbers that gradients of weights are multiplied by last out of a graph, in place; return them by weight.
+def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> set[int]:
+    """Have a graph return sums over tokens as one for each part of the rows, in place; return their places.
 
-    The scale of an adapter's A is such a number. XLA sums the gradients of chips that split the rows behind a loop over
-    layers, not in it, only where nothing multiplies them (scanned.py).
+    XLA adds what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the loop
+    over layers. Of these sums each chip keeps its own, and they are added behind the loop.
+
+    Args:
+        wanted: places of the results that may be.
     """
     output = backward.graph.output_node()
-    results: Any = output.args[0]
-    factors: dict[int, float] = {}
-    for node in backward.graph.find_nodes(op="call_function", target=MUL):
-        x, number = node.args
-        ends = [place - 1 for end in pieces_of(node, output) for place, made in enumerate(results) if made is end]
-        if isinstance(number, float) and ends and all(0 <= end < num_weights for end in ends):
-            node.replace_all_uses_with(x)
-            backward.graph.erase_node(node)
-            factors |= {end: factors.get(end, 1.0) * number for end in ends}
-            results = output.args[0]
+    found: set[int] = set()
+    for node in list(backward.graph.nodes):
+        places = places_of(node, output) if node.target in (CONTRACTION, SUM) else []
+        if not places or not wanted.issuperset(places):
+            continue
+        count = 2 if node.target is CONTRACTION else 1
+        operands, dims, others = node.args[:count], node.args[count : 2 * count], node.args[2 * count :]
+        sizes = [operand.meta["val"].shape for operand in operands]
+        if any(0 not in of or size[0] % parts for of, size in zip(dims, sizes, strict=True)):
+            continue
+        with backward.graph.inserting_before(node):
+            split = [
+                backward.graph.call_function(VIEW, (operand, [parts, size[0] // parts, *size[1:]]))
+                for operand, size in zip(operands, sizes, strict=True)
+            ]
+        for piece in pieces_of(node):
+            piece.args = with_parts(piece, parts)
+        moved = [[dim + 1 if dim >= 0 else dim for dim in of] for of in dims]
+        node.args = (*split, *moved, *([True] if node.target is CONTRACTION else others))
+        found.update(places)
     backward.recompile()
-    return factors
-
-
-def pieces_of(node: fx.Node, output: fx.Node) -> list[fx.Node]:
-    """Return the results that are a node's numbers, or part of them; none if it is used for anything else."""
-    found: list[fx.Node] = []
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        for user in node.users:
-            if user is output:
-                found.append(node)
-            elif user.target in PIECES:
-                waiting.append(user)
-            else:
-                return []
     return found
+
+
+def with_parts(piece: fx.Node, parts: int) -> tuple[Any, ...]:
+    """Return the arguments of a view or a slice whose operand gets one more dimension, its first."""
+    operand, *rest = piece.args
+    if piece.target is VIEW:
+        return operand, [parts, *rest[0]]
+    if piece.target is torch.ops.aten.slice.Tensor:
+        return operand, *(dim + 1 if dim >= 0 else dim for dim in rest[:1] or [0]), *rest[1:]
+    if piece.target is torch.ops.aten.transpose.int:
+        return operand, *(dim + 1 if dim >= 0 else dim for dim in rest)
+    return piece.args
+
+
+def places_of(node: fx.Node, output: fx.Node) -> list[int]:
+    """Return the places of the results that are a node's numbers, or part of them; none if it is used otherwise."""
+    pieces = [node, *pieces_of(node)]
+    if any(user is not output and user not in pieces for piece in pieces for user in piece.users):
+        return []
+    results: Any = output.args[0]
+    return [place for place, made in enumerate(results) if made in pieces]
+
+
+def pieces_of(node: fx.Node) -> list[fx.Node]:
+    """Return the views, slices and multiples of a node, and those of them in turn."""
+    pieces = [user for user in node.users if user.target in PIECES and len(user.all_input_nodes) == 1]
+    return [*pieces, *(piece for own in pieces for piece in pieces_of(own))]
 
 
 def read_by_number(backward: fx.GraphModule, sources: Sequence[int | None]) -> frozenset[int]:

@@ -184,6 +184,8 @@ class _Beside(Function):
         weights, bs = both[: len(both) // 2], both[len(both) // 2 :]
         features, tokens = [low.ndim - 1], list(range(low.ndim - 1))
         lows = low.split([b.shape[1] for b in bs], dim=-1)
+        if ctx.needs_input_grad[0]:
+            grads = tuple(apart(g) if g.shape[-1] > ctx.inputs else g for g in grads)
         of_bs = [summed_over(tokens, g, part, dtype=b.dtype) for g, part, b in zip(grads, lows, bs, strict=True)]
         none = [None] * (1 + len(weights))
         if ctx.needs_input_grad[0]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, Tensors, added_row, in_use
+from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, Tensors, in_use
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, is_side_tensor
 
 LAYER_INPUT = 0
@@ -67,9 +67,8 @@ class _Scan:
             for number, source in enumerate(graph.saved_inputs)
             if source in (None, LAYER_INPUT)
         ]
-        self.factors = [graph.factors.get(number, 1.0) for graph in graphs for number in range(graph.num_weights)]
-        self.adds_rows = folding.in_place is not None
-        self.is_numbered = self.adds_rows or any(self.by_number)
+        self.in_parts = [number in graph.in_parts for graph in graphs for number in range(graph.num_weights)]
+        self.is_numbered = any(self.by_number)
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
         """Split a flat sequence into one part for each layer of the period."""
@@ -114,28 +113,24 @@ class _Scan:
         weights: Sequence[Tensor],
         saved: Sequence[Tensor],
         constants: Any,
-        totals: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensors, Tensors]:
         """Run the backward loop; return the gradients of its input, of trained constants, and of weights, stacked.
 
         Args:
             sums: zeros like the trained constants.
-            totals: for every trained weight zeros like its stack, to whose rows the layers' gradients are added, or
-                None, and they are stacked.
         """
         pairs = list(zip(saved, self.by_number, strict=True))
         stacks, slices = ([s for s, by_number in pairs if by_number == whole] for whole in (True, False))
         count, device = len(weights[0]), weights[0].device
         numbers = [torch.arange(count, dtype=torch.int32, device=device)] if self.is_numbered else []
-        (grad, *added), grads = self.loop(
+        (grad, *sums), grads = self.loop(
             self.backward_body,
-            carry=(grad, *sums, *(total for total in totals if total is not None)),
+            carry=(grad, *sums),
             xs=(*weights, *slices, *numbers),
             consts=(*constants, *stacks),
             reverse=True,
         )
-        rows, stacked = iter(added[len(sums) :]), iter(grads)
-        return grad, tuple(added[: len(sums)]), tuple(next(stacked if t is None else rows) for t in totals)
+        return grad, tuple(sums), grads
 
     def backward_body(self, carry: Any, xs: Any, constants: Any) -> Any:
         grad, *added = carry
@@ -145,7 +140,7 @@ class _Scan:
         num_stacks = sum(self.by_number)
         constants, stacks = constants[: len(constants) - num_stacks], list(constants[len(constants) - num_stacks :])
         layer = [saved.pop()] if self.is_numbered else []
-        grads: list[tuple[Tensor, Axes]] = []
+        grads: list[Tensor] = []
         for graph, own, split in reversed(list(zip(self.graphs, weights, splits, strict=True))):
             inputs = (None, *own, *constants)
             values = []
@@ -158,24 +153,13 @@ class _Scan:
                     values.append(_uint8_to_bool(self._whole(saved.pop())) if source is None else inputs[source])
             given = [*reversed(values), self.constrain(grad, axes=BY_ROWS), *(layer if graph.by_number else ())]
             grad, *others = graph.backward(*given)
-            of_weights = zip(others[: graph.num_weights], split, strict=True)
-            grads = [(g, axes) for g, axes in of_weights if g is not None] + grads
+            axes_of = [BY_ROWS if number in graph.in_parts else axes for number, axes in enumerate(split)]
+            of_weights = zip(others[: graph.num_weights], axes_of, strict=True)
+            given = [self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None]
+            grads = given + grads
             of_constants = [g for g in others[graph.num_weights :] if g is not None]
-            rest = added[len(of_constants) :]
-            added = [*(total + g for total, g in zip(added, of_constants, strict=False)), *rest]
-        rows = [g for g, axes in grads if self.adds_rows_of(axes)]
-        stacked = [self.constrain(g, axes=axes) if any(axes) else g for g, axes in grads if not self.adds_rows_of(axes)]
-        sums, totals = added[: len(added) - len(rows)], added[len(added) - len(rows) :]
-        totals = [added_row(total, row, layer[0]) for total, row in zip(totals, rows, strict=True)]
-        return (self.constrain(grad, axes=BY_ROWS), *sums, *totals), tuple(stacked)
-
-    def adds_rows_of(self, axes: Axes) -> bool:
-        """Return whether gradients of a weight are added to rows of a stack: where every chip has the whole weight.
-
-        XLA then adds the sums of the chips that split the batch's rows behind the loop, with 12 in the place of 128
-        all-reduces a step of Mistral 7B on v6e-8 (its WhileLoopAllReduceCodeMotion). Of sharded weights it does not.
-        """
-        return self.adds_rows and not any(axes)
+            added = [total + g for total, g in zip(added, of_constants, strict=True)]
+        return (self.constrain(grad, axes=BY_ROWS), *added), tuple(grads)
 
 
 def gathered(weights: Sequence[Tensor], splits: Sequence[Axes], *, constrain: Constrain) -> list[Tensor]:
@@ -223,7 +207,6 @@ class _Layers(torch.autograd.Function):
             scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
         )
         ctx.scan, ctx.num_weights, ctx.num_constants = scan, len(weights), num_constants
-        ctx.stored = [weight.dtype for weight in kept]
         ctx.save_for_backward(*weights, *constants, *saved)
         return out
 
@@ -236,17 +219,14 @@ class _Layers(torch.autograd.Function):
         trained = [c for c, need in zip(constants, wanted, strict=False) if need]
         # Summed over the layers in float32: autograd would round the sum to the constant's type after every layer.
         zeros = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) for c in trained]
-        of_weights = zip(weights, ctx.stored, ctx.scan.splits, wanted[len(constants) :], strict=True)
-        stacks = [(weight, dtype, ctx.scan.adds_rows_of(axes)) for weight, dtype, axes, need in of_weights if need]
         grad_hidden, sums, grads = ctx.scan.backward(
             grad,
             zeros,
             weights=weights,
             saved=saved,
             constants=constants,
-            totals=[torch.zeros(w.shape, dtype=kind, device=w.device) if adds else None for w, kind, adds in stacks],
         )
-        factors = [factor for factor, need in zip(ctx.scan.factors, wanted[len(constants) :], strict=True) if need]
-        grads = tuple(g if factor == 1 else g * factor for g, factor in zip(grads, factors, strict=True))
+        in_parts = [parted for parted, need in zip(ctx.scan.in_parts, wanted[len(constants) :], strict=True) if need]
+        grads = tuple(g.sum(1) if parted else g for g, parted in zip(grads, in_parts, strict=True))
         given = iter([*(s.to(c.dtype) for s, c in zip(sums, trained, strict=True)), *grads])
         return (None, None, grad_hidden, *(next(given) if need else None for need in wanted))

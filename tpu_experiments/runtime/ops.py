@@ -177,17 +177,6 @@ def _(into: Tensor, part: Tensor, at: Sequence[int]) -> Tensor:
     return torch.empty(into.shape, dtype=into.dtype, device=into.device)
 
 
-@torch.library.custom_op("tpu_experiments::added_row", mutates_args=(), device_types="cpu")
-def added_row(stack: Tensor, value: Tensor, number: Tensor) -> Tensor:
-    """Return (N, ...) with a value (...) added to its row of a number, int32 (): XLA writes that row alone."""
-    return stack.index_add(0, number[None], value[None])
-
-
-@added_row.register_fake
-def _(stack: Tensor, value: Tensor, number: Tensor) -> Tensor:
-    return torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
-
-
 @dataclass(frozen=True)
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""

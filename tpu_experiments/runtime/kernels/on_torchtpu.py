@@ -106,12 +106,13 @@ def _lowered(call: AttentionCall, direction: Direction) -> tuple[str, tuple[tupl
 def lowered_product(name: str, arguments: tuple[Any, ...]) -> Tensor:
     """Return the result of one of `PRODUCTS` on TorchTPU's placeholders."""
     a, b, *dims = arguments
-    of_a, of_b = dims if name == CONTRACTION else ((1,), (dims[0],))
+    of_a, of_b, *others = dims if name == CONTRACTION else ((1,), (dims[0],))
+    in_parts = bool(others and others[0])
     kind = str(a.dtype).removeprefix("torch.")
     dtype = "int32" if name == INT8_PRODUCT else kind
     operands, of = (tuple(a.shape), tuple(b.shape)), (tuple(of_a), tuple(of_b))
-    text = _text_of_product(operands, of, kind, dtype)
-    (made,) = spliced(text, inputs=[a, b], results=((shape_of(*operands, *of), dtype),))
+    text = _text_of_product(operands, of, in_parts, kind, dtype)
+    (made,) = spliced(text, inputs=[a, b], results=((shape_of(*operands, *of, in_parts), dtype),))
     return made
 
 
@@ -119,6 +120,7 @@ def lowered_product(name: str, arguments: tuple[Any, ...]) -> Tensor:
 def _text_of_product(
     operands: tuple[tuple[int, ...], tuple[int, ...]],
     of: tuple[tuple[int, ...], tuple[int, ...]],
+    in_parts: bool,
     kind: str,
     dtype: str,
 ) -> str:
@@ -126,9 +128,10 @@ def _text_of_product(
     import jax
 
     def body(before: Any, once: Any, a: Any, b: Any) -> Any:
-        return jax.lax.dot_general(a, b, (of, ((), ())), preferred_element_type=dtype)
+        kept = (0,) if in_parts else ()
+        return jax.lax.dot_general(a, b, (of, (kept, kept)), preferred_element_type=dtype)
 
-    shapes = [(shape_of(*operands, *of), dtype), ((), "float32"), *((shape, kind) for shape in operands)]
+    shapes = [(shape_of(*operands, *of, in_parts), dtype), ((), "float32"), *((shape, kind) for shape in operands)]
     given = [jax.ShapeDtypeStruct(shape, made) for shape, made in shapes]
     text: str = jax.jit(body, keep_unused=True).lower(*given).as_text()
     return text

@@ -99,6 +99,7 @@ def _(x_TK: Tensor, weight: Tensor, contracted: int) -> Tensor:
 
 
 @contraction.register_kernel("xla")
-def _(a: Tensor, b: Tensor, of_a: Sequence[int], of_b: Sequence[int]) -> Tensor:
-    made: Tensor = torch_xla._XLAC._xla_dot_general(a, b, ((list(of_a), list(of_b)), ([], [])))
+def _(a: Tensor, b: Tensor, of_a: Sequence[int], of_b: Sequence[int], in_parts: bool = False) -> Tensor:
+    kept = [0] if in_parts else []
+    made: Tensor = torch_xla._XLAC._xla_dot_general(a, b, ((list(of_a), list(of_b)), (kept, kept)))
     return made

@@ -16,7 +16,7 @@ import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
-from tpu_experiments.runtime.ops import added_row, in_use, widened, written
+from tpu_experiments.runtime.ops import in_use, widened, written
 
 NAMES = {
     torch.bfloat16: "bf16",
@@ -71,24 +71,6 @@ def _computation(whole: tuple[int, ...], part: tuple[int, ...], dtype: torch.dty
         return into.dynamic_update_slice(part, indices)
 
     return xb.create_computation("written", written, [xb.Shape.create(TYPES[dtype], shape) for shape in (whole, part)])
-
-
-@added_row.register_kernel("xla")
-def _(stack: Tensor, value: Tensor, number: Tensor) -> Tensor:
-    computation = _addition(tuple(stack.shape), stack.dtype)
-    made: list[Tensor] = torch_xla._XLAC._xla_user_computation("xla::added_row", [stack, value, number], computation)
-    return made[0]
-
-
-@functools.cache
-def _addition(whole: tuple[int, ...], dtype: torch.dtype) -> object:
-    def added(stack: xb.Op, value: xb.Op, number: xb.Op) -> xb.Op:
-        zero, row = xb.Op.scalar(stack.builder(), 0, dtype=xb.Type.S32), [1, *whole[1:]]
-        at = [number] + [zero] * (len(whole) - 1)
-        return stack.dynamic_update_slice(stack.dynamic_slice(at, row) + value.reshape(row), at)
-
-    shapes = [(TYPES[dtype], whole), (TYPES[dtype], whole[1:]), (xb.Type.S32, ())]
-    return xb.create_computation("added_row", added, [xb.Shape.create(*shape) for shape in shapes])
 
 
 def uninitialised(shape: tuple[int, ...], dtype: torch.dtype, *, num_shards: int, along: int) -> Tensor:
