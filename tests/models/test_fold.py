@@ -222,19 +222,22 @@ def test_sums_over_tokens_are_made_one_for_each_part_of_the_rows():
     turned = call(aten.transpose.int, call(product, x, low, [0, 1], [0, 1]), 0, 1)
     viewed = call(aten.view.default, call(product, rows, rows, [0], [0]), [25])
     summed = call(aten.view.default, call(aten.sum.dim_IntList, x, [0, 1], True), [5])
+    heads = call(aten.view.default, x, [4, 3, 5, 1])
+    heads.meta["val"] = given[0][..., None]
+    of_heads = call(product, heads, low, [0, 1], [0, 1])
     of_features = call(product, x, x, [2], [2])
     read_again = call(product, low, low, [0, 1], [0, 1])
     other = call(aten.neg.default, read_again)
     of_hidden = call(product, low, x, [0, 1], [0, 1])
-    graph.output([of_hidden, first, second, turned, viewed, summed, of_features, read_again, other])
+    graph.output([of_hidden, first, second, turned, viewed, summed, of_features, read_again, other, of_heads])
     module = fx.GraphModule({}, graph)
     plain = module(*given)
-    assert in_parts(module, 5, set(range(1, 9))) == set(), "neither 4 nor 12 rows are split into 5"
-    places = in_parts(module, 2, set(range(1, 9)))
-    assert places == {1, 2, 3, 4, 5}
+    assert in_parts(module, 5, set(range(1, 9))) == {}, "neither 4 nor 12 rows are split into 5"
+    places = in_parts(module, 2, set(range(1, 10)))
+    assert places == {1: 3.0, 2: 3.0, 3: 1.0, 4: 1.0, 5: 1.0}
     for place, (found, expected) in enumerate(zip(module(*given), plain, strict=True)):
         assert found.shape == ((2, *expected.shape) if place in places else expected.shape)
-        torch.testing.assert_close(found.sum(0) if place in places else found, expected)
+        torch.testing.assert_close(found.sum(0) * places[place] if place in places else found, expected)
     # The second half of the rows is in the second sum alone.
     halves = module(*(torch.cat([tensor[: len(tensor) // 2], tensor[: len(tensor) // 2] * 0]) for tensor in given))
     assert all(halves[place][0].any() and not halves[place][1].any() for place in places)

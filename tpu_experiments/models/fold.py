@@ -353,10 +353,10 @@ class FoldedLayers(nn.Module):
         """
         template = self.layer(self.start + j)
         tensors = (hidden, *weights.values(), *constants)
-        splits = self._splits([weights], first=j)
         key = (j, template.training, len(holding), tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         if key not in self.graphs:
             names = list(weights)
+            whole = [number for number, axes in enumerate(self._splits([weights], first=j)) if not any(axes)]
 
             def compute(hidden: Tensor, weights: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
                 own = dict(zip(names, weights, strict=True))
@@ -372,7 +372,7 @@ class FoldedLayers(nn.Module):
                 remat=self.remat,
                 saved=self.saved,
                 parts=self.folding.row_shards,
-                summed_in_parts=[number for number, axes in enumerate(splits) if not any(axes)],
+                summed_in_parts=whole,
             )
         return self.graphs[key]
 

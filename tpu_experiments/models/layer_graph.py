@@ -6,9 +6,9 @@ recomputes (activation checkpointing, arXiv 1604.06174; by names, as jax.checkpo
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ it, it costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 VIEW = torch.ops.aten.view.default
 VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
-PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
+MUL = torch.ops.aten.mul.Tensor
+PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default, MUL)
 SUM = torch.ops.aten.sum.dim_IntList
 SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
 
@@ -70,8 +71,9 @@ class LayerGraph:
     by_number: frozenset[int] = frozenset()
     """Saved values, by number, that the backward pass takes as the stack of all layers; the layer's number then comes
     last, behind the gradient of the output."""
-    in_parts: frozenset[int] = frozenset()
-    """Weights, by number, whose gradient has one sum for each part of the rows, (parts, ...), which the caller adds."""
+    in_parts: Mapping[int, float] = field(default_factory=dict)
+    """Weights, by number, whose gradient has one sum for each part of the rows, (parts, ...). The caller multiplies
+    them by this number, the scale of an adapter's A, and adds them."""
 
     @staticmethod
     def trace(
@@ -122,9 +124,9 @@ class LayerGraph:
         results: Any = forward.graph.output_node().args[0]
         inputs = {node: n for n, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         sources = tuple(inputs.get(node) for node in results[1:])
-        parted = in_parts(backward, parts, {number + 1 for number in summed_in_parts}) if parts > 1 else ()
-        by_number = read_by_number(backward, sources)
-        return LayerGraph(forward, backward, sources, count, by_number, frozenset(place - 1 for place in parted))
+        parted = in_parts(backward, parts, {number + 1 for number in summed_in_parts}) if parts > 1 else {}
+        factors = {place - 1: factor for place, factor in parted.items()}
+        return LayerGraph(forward, backward, sources, count, read_by_number(backward, sources), factors)
 
 
 def read_apart(forward: fx.GraphModule) -> None:
@@ -148,50 +150,75 @@ def read_apart(forward: fx.GraphModule) -> None:
     forward.recompile()
 
 
-def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> set[int]:
-    """Have a graph return sums over tokens as one for each part of the rows, in place; return their places.
+def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> dict[int, float]:
+    """Have a graph return sums over tokens as one for each part of the rows, in place.
 
-    XLA adds what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the loop
-    over layers. Of these sums each chip keeps its own, and they are added behind the loop.
+    Returns numbers that it no longer multiplies these results by, or 1, by the results' places: multiplied in the loop
+    they are no longer what a product writes (Mistral 7B, 16 x 4,096 on v6e-8: 14,401 instead of 14,627 tokens/s).
+
+    XLA adds up what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the
+    loop over layers. Of these sums each chip keeps its own, and what is behind the loop adds them: 4 all-reduces a step
+    of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/README.md, Sums that wait).
 
     Args:
+        parts: those that devices split the rows into.
         wanted: places of the results that may be.
     """
     output = backward.graph.output_node()
-    found: set[int] = set()
+    found: dict[int, float] = {}
     for node in list(backward.graph.nodes):
         places = places_of(node, output) if node.target in (CONTRACTION, SUM) else []
         if not places or not wanted.issuperset(places):
             continue
         count = 2 if node.target is CONTRACTION else 1
-        operands, dims, others = node.args[:count], node.args[count : 2 * count], node.args[2 * count :]
+        given: Any = node.args
+        operands, dims, others = given[:count], given[count : 2 * count], given[2 * count :]
         sizes = [operand.meta["val"].shape for operand in operands]
         if any(0 not in of or size[0] % parts for of, size in zip(dims, sizes, strict=True)):
+            continue
+        # XLA merges the dimensions of a product in parts, and heads with their features by a copy.
+        if node.target is CONTRACTION and any(len(size) > len(of) + 1 for of, size in zip(dims, sizes, strict=True)):
             continue
         with backward.graph.inserting_before(node):
             split = [
                 backward.graph.call_function(VIEW, (operand, [parts, size[0] // parts, *size[1:]]))
                 for operand, size in zip(operands, sizes, strict=True)
             ]
+        results: Any = output.args[0]
+        found |= {place: factor_of(results[place], node) for place in places}
         for piece in pieces_of(node):
-            piece.args = with_parts(piece, parts)
+            if piece.target is MUL:
+                piece.replace_all_uses_with(piece.all_input_nodes[0])
+                backward.graph.erase_node(piece)
+            else:
+                piece.args = with_parts(piece, parts)
         moved = [[dim + 1 if dim >= 0 else dim for dim in of] for of in dims]
         node.args = (*split, *moved, *([True] if node.target is CONTRACTION else others))
-        found.update(places)
     backward.recompile()
     return found
 
 
+def factor_of(piece: fx.Node, node: fx.Node) -> float:
+    """Return the number that a view, slice or multiple of a node is the node multiplied by."""
+    factor = 1.0
+    while piece is not node:
+        given: Any = piece.args
+        factor *= given[1] if piece.target is MUL else 1.0
+        piece = given[0]
+    return factor
+
+
 def with_parts(piece: fx.Node, parts: int) -> tuple[Any, ...]:
     """Return the arguments of a view or a slice whose operand gets one more dimension, its first."""
-    operand, *rest = piece.args
+    given: Any = piece.args
+    operand, *rest = given
     if piece.target is VIEW:
         return operand, [parts, *rest[0]]
     if piece.target is torch.ops.aten.slice.Tensor:
         return operand, *(dim + 1 if dim >= 0 else dim for dim in rest[:1] or [0]), *rest[1:]
     if piece.target is torch.ops.aten.transpose.int:
         return operand, *(dim + 1 if dim >= 0 else dim for dim in rest)
-    return piece.args
+    return operand, *rest
 
 
 def places_of(node: fx.Node, output: fx.Node) -> list[int]:

@@ -67,7 +67,7 @@ class _Scan:
             for number, source in enumerate(graph.saved_inputs)
             if source in (None, LAYER_INPUT)
         ]
-        self.in_parts = [number in graph.in_parts for graph in graphs for number in range(graph.num_weights)]
+        self.in_parts = [graph.in_parts.get(number) for graph in graphs for number in range(graph.num_weights)]
         self.is_numbered = any(self.by_number)
 
     def split(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
@@ -153,10 +153,11 @@ class _Scan:
                     values.append(_uint8_to_bool(self._whole(saved.pop())) if source is None else inputs[source])
             given = [*reversed(values), self.constrain(grad, axes=BY_ROWS), *(layer if graph.by_number else ())]
             grad, *others = graph.backward(*given)
+            # A sum for each part of the rows stays with the chips that have the part.
             axes_of = [BY_ROWS if number in graph.in_parts else axes for number, axes in enumerate(split)]
             of_weights = zip(others[: graph.num_weights], axes_of, strict=True)
-            given = [self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None]
-            grads = given + grads
+            made = [self.constrain(g, axes=axes) if any(axes) else g for g, axes in of_weights if g is not None]
+            grads = made + grads
             of_constants = [g for g in others[graph.num_weights :] if g is not None]
             added = [total + g for total, g in zip(added, of_constants, strict=True)]
         return (self.constrain(grad, axes=BY_ROWS), *added), tuple(grads)
@@ -226,7 +227,9 @@ class _Layers(torch.autograd.Function):
             saved=saved,
             constants=constants,
         )
-        in_parts = [parted for parted, need in zip(ctx.scan.in_parts, wanted[len(constants) :], strict=True) if need]
-        grads = tuple(g.sum(1) if parted else g for g, parted in zip(grads, in_parts, strict=True))
+        # Added to what the loop over micro-batches carries, these sums over chips are made behind that loop, too (XLA's
+        # WhileLoopAllReduceCodeMotion).
+        factors = [factor for factor, need in zip(ctx.scan.in_parts, wanted[len(constants) :], strict=True) if need]
+        grads = tuple(g if factor is None else (g * factor).sum(1) for g, factor in zip(grads, factors, strict=True))
         given = iter([*(s.to(c.dtype) for s, c in zip(sums, trained, strict=True)), *grads])
         return (None, None, grad_hidden, *(next(given) if need else None for need in wanted))
