@@ -153,9 +153,6 @@ def read_apart(forward: fx.GraphModule) -> None:
 def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> dict[int, float]:
     """Have a graph return sums over tokens as one for each part of the rows, in place.
 
-    Returns numbers that it no longer multiplies these results by, or 1, by the results' places: multiplied in the loop
-    they are no longer what a product writes (Mistral 7B, 16 x 4,096 on v6e-8: 14,401 instead of 14,627 tokens/s).
-
     XLA adds up what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the
     loop over layers. Of these sums each chip keeps its own, and what is behind the loop adds them: 4 all-reduces a step
     of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/README.md, Sums that wait).
@@ -163,6 +160,10 @@ def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> dict[int
     Args:
         parts: those that devices split the rows into.
         wanted: places of the results that may be.
+
+    Returns:
+        By place, the number that the graph multiplied such a result by, or 1, and no longer does: in a loop a product
+        does not write what is multiplied (Mistral 7B, 16 x 4,096 on v6e-8: 14,401 instead of 14,627 tokens/s).
     """
     output = backward.graph.output_node()
     found: dict[int, float] = {}
