@@ -149,6 +149,24 @@ def test_the_kernel_attends_to_both_sides_as_sdpa_does(model_type):
         torch.testing.assert_close(by_others, logits[0], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_attention_is_the_same_beside_a_kernel(encoder, attention):
+    if attention == "sdpa" and encoder.attention == "eager":
+        pytest.skip(f"{encoder.model_type} has eager attention alone")
+    source, rows, logits = source_of(encoder, attention=attention), packed_rows(), []
+    module = source.built(source.config, dtype=torch.float32).eval()
+    kernel = PlainKernel()
+    for installed in (None, kernel):
+        install_attention_kernel(installed)
+        try:
+            with torch.no_grad():
+                logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
+        finally:
+            install_attention_kernel(None)
+    assert not kernel.turned
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
 def test_an_encoder_is_not_computed_with_a_causal_kernel():
     module = source_of(ENCODERS[0], attention="flash").empty()
     rows = packed_rows()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.models.plain_kernel import PlainKernel
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
@@ -22,6 +23,7 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 
 pytestmark = [
     pytest.mark.xla,
@@ -95,6 +97,12 @@ REFUSED = (
 )
 
 
+REFUSED_ATTENTION = {("falcon", "flash"), ("gpt_oss", "flash"), ("gpt_oss", "sdpa"), ("gemma2", "sdpa")} | {
+    ("xlstm", "flash"),
+    ("xlstm", "eager"),
+}
+
+
 def require_line(line: str) -> None:
     """The manual has this line of the table."""
     has_line = line in MANUAL.read_text(encoding="utf-8").splitlines()
@@ -155,6 +163,34 @@ def test_a_packed_row_computes_what_transformers_does(family, written):
     with torch.no_grad():
         ours = logits_of(built.module.eval(), built.trainable, rows)[0][rows["segments"][0] > 0]
     torch.testing.assert_close(ours, alone(model, rows), atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def kernel():
+    """A kernel that is installed, as on a TPU whatever the model's attention is."""
+    made = PlainKernel()
+    install_attention_kernel(made)
+    yield made
+    install_attention_kernel(None)
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa", "eager"])
+def test_every_attention_computes_what_transformers_does_beside_a_kernel(family, written, attention, kernel):
+    model, folder = written
+    rows = packed_rows()
+    try:
+        source = source_of(family, folder, attention=attention)
+        built = built_of(source, r=0)
+    except ConfigError as error:
+        has_it = (family.model_type, attention) not in REFUSED_ATTENTION
+        if has_it or f"model.attention={attention}" not in str(error):
+            raise
+        return
+    assert (family.model_type, attention) not in REFUSED_ATTENTION
+    with torch.no_grad():
+        ours = logits_of(built.module.eval(), built.trainable, rows)[0][rows["segments"][0] > 0]
+    torch.testing.assert_close(ours, alone(model, rows), atol=2e-5, rtol=2e-5)
+    assert len(kernel.turned) == (SIZES["num_hidden_layers"] if attention == "flash" else 0)
 
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])

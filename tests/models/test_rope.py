@@ -3,8 +3,11 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.models.plain_kernel import PlainKernel
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models import rope
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.forward import logits_of
@@ -32,11 +35,11 @@ def kernel():
     install_attention_kernel(None)
 
 
-def outcome(model_type, settings, kernel):
+def outcome(model_type, settings, kernel, *, attention=FLASH):
     """Logits and the gradients of all weights."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SMALL, **settings)
-    config._attn_implementation = FLASH
+    config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
+    config._attn_implementation = attention
     module = AutoModelForCausalLM.from_config(config)
     install_attention_kernel(kernel)
     parameters = dict(module.named_parameters())
@@ -68,3 +71,25 @@ def test_what_stands_in_is_taken_away_again(kernel):
     with pytest.raises(ZeroDivisionError), rope._rope_deferred([modeling_mistral]):
         raise ZeroDivisionError
     assert modeling_mistral.apply_rotary_pos_emb is before
+
+
+def without_rotation(module, query, key, value, attention_mask, **others):
+    """Attention that forgets the rotation, as every one but flash does."""
+    return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_rotation_that_no_layer_fetches_is_an_error(layers, kernel, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLASH, without_rotation)
+    with pytest.raises(
+        ConfigError, match=r"model\.attention=flash; .*istral.* rotates queries and keys .*sdpa or eager"
+    ):
+        outcome("mistral", {"num_hidden_layers": layers}, kernel)
+    assert not rope._deferred
+
+
+def test_other_attention_is_not_asked_to_rotate(kernel):
+    """The default job's: with a kernel installed and `model.attention=sdpa`, the model rotates itself."""
+    plain = outcome("mistral", {}, None, attention="sdpa")
+    torch.testing.assert_close(outcome("mistral", {}, kernel, attention="sdpa"), plain, atol=0, rtol=0)
+    assert not kernel.turned

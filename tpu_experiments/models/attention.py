@@ -15,11 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.rope import pending_rotation
+from tpu_experiments.models.rope import FLASH, pending_rotation
 from tpu_experiments.runtime.kernels.attention import Scores, attention, has_attention_kernel
-
-FLASH = "segment_kernel"
-"""Key in transformers' attention table. A name containing `flash` makes transformers look for a CUDA package."""
 
 WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
 """Arguments that transformers passes for other implementations and that are ignored here: positions are already in the

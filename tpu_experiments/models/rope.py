@@ -1,8 +1,10 @@
 """Rotary position embedding left to the attention kernel, for models of transformers that write it their own way.
 
 transformers turns queries and keys in a tensor of their own before attention; a kernel reads them anyway and can turn
-them there. While `with_rope_in_kernel` runs, `apply_rotary_pos_emb` of the model's file returns queries and keys
-unchanged, and `pending_rotation` returns the cosines and sines to the kernel's caller."""
+them there. While `with_rope_in_kernel` runs a model of `model.attention=flash`, `apply_rotary_pos_emb` of its file
+returns queries and keys unchanged, and `pending_rotation` returns the cosines and sines to the kernel's caller. A
+rotation that no kernel has fetched when the next is deferred, or when the forward pass ends, is an error: attention was
+computed without positions."""
 
 import functools
 import logging
@@ -15,11 +17,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel
 from tpu_experiments.runtime.patches import patched_attribute
 
 log = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
+FLASH = "segment_kernel"
+"""Key of models/attention.py in transformers' attention table, whose function alone fetches what is deferred here. A
+name containing `flash` makes transformers look for a CUDA package."""
 Result = TypeVar("Result")
 _deferred: list[tuple[Tensor, Tensor, Tensor]] = []
 """Queries, keys and rotation of the layer that is being computed."""
@@ -35,6 +41,9 @@ def with_rope_in_kernel(module: nn.Module, compute: Callable[[], Result]) -> Res
 
     Where the model turns out to change rotated queries or keys, `compute` runs again without this, as it does from then
     on for all modules of that class.
+
+    Raises:
+        ConfigError: a layer deferred its rotation and computed attention without it.
     """
     files = (
         _modules_with_standard_rope(module)
@@ -44,7 +53,9 @@ def with_rope_in_kernel(module: nn.Module, compute: Callable[[], Result]) -> Res
     if files:
         try:
             with _rope_deferred(files):
-                return compute()
+                result = compute()
+                _require_none_pending(type(module).__name__)
+                return result
         except ChangedAfterRotation:
             _applies_rope_itself.add(type(module))
             log.info(
@@ -71,9 +82,22 @@ def pending_rotation(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _modules_with_standard_rope(module: nn.Module) -> list[ModuleType]:
-    """Return the Python modules of the model whose `apply_rotary_pos_emb` is the usual one."""
-    files = {type(part).__module__: sys.modules[type(part).__module__] for part in module.modules()}
-    return [file for file in files.values() if hasattr(file, NAME) and _is_standard_rope(getattr(file, NAME))]
+    """Return the Python modules of the model's flash attention whose `apply_rotary_pos_emb` is the usual one."""
+    names, others = set(), set()
+    for part in module.modules():
+        names.add(type(part).__module__)
+        if getattr(getattr(part, "config", None), "_attn_implementation", FLASH) != FLASH:
+            others.add(type(part).__module__)
+    files = [sys.modules[name] for name in sorted(names - others)]
+    return [file for file in files if hasattr(file, NAME) and _is_standard_rope(getattr(file, NAME))]
+
+
+def _require_none_pending(model: str) -> None:
+    if _deferred:
+        raise ConfigError(
+            f"model.attention=flash; {model} rotates queries and keys (RoPE) in a layer whose attention does not call "
+            "the kernel, which would compute it without positions; use model.attention=sdpa or eager."
+        )
 
 
 @functools.cache
@@ -97,15 +121,16 @@ def _rope_deferred(files: list[ModuleType]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_deferred.clear)
         for file in files:
-            stack.enter_context(patched_attribute(file, NAME, _deferring(getattr(file, NAME))))
+            stack.enter_context(patched_attribute(file, NAME, _deferring(getattr(file, NAME), file=file.__name__)))
         yield
 
 
-def _deferring(apply_rope: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _deferring(apply_rope: Callable[..., tuple[Tensor, Tensor]], *, file: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def defer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
         is_usual = not rest and more in ({}, {"unsqueeze_dim": 1})  # ModernBERT states the default
         if not is_usual or query.ndim != 4 or cos.shape[-1] != query.shape[-1]:
             return apply_rope(query, key, cos, sin, *rest, **more)
+        _require_none_pending(file.rpartition(".")[2].removeprefix("modeling_"))
         rows = query.shape[0]
         _deferred.append((query, key, torch.stack([t.expand(rows, -1, -1) for t in (cos, sin)])))
         return query, key
