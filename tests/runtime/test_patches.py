@@ -46,3 +46,19 @@ def test_jax_writes_its_own_version_of_mosaic_again() -> None:
     with patches.mosaic_for_libtpu():
         assert tpu_custom_call.get_ir_version(None) == 7
     assert tpu_custom_call.get_ir_version is own
+
+
+def test_kernels_are_lowered_on_a_tpu_vm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where jax sees chips it asks its own device, a CPU here, for the date of libtpu, and refuses every kernel."""
+    cloud_tpu_init = pytest.importorskip("jax._src.cloud_tpu_init")
+    import jax
+    from jax._src import xla_bridge
+
+    from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
+    from tpu_experiments.runtime.kernels.splash import lowered
+
+    monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True)
+    assert xla_bridge.get_backend().platform == jax.config.jax_platforms == "cpu"
+    call = AttentionCall(1, 2, 2, 128, 128, "bfloat16", Scores(1.0))
+    assert b"tpu_custom_call" in lowered(call, direction="forward", target="tpu")
+    assert cloud_tpu_init.running_in_cloud_tpu_vm

@@ -61,12 +61,19 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[Any]:
 
 @contextmanager
 def mosaic_for_libtpu() -> Iterator[None]:
-    """Have jax write Pallas kernels in the version of Mosaic that libtpu reads, while the block runs."""
+    """Have jax write Pallas kernels in the version of Mosaic that libtpu reads, while the block runs.
+
+    On a TPU VM jax also asks its own device for the date of libtpu, and refuses to lower where that is a CPU, as here:
+    the chips are torch_xla's.
+    """
     import jax
-    from jax._src import tpu_custom_call
+    from jax._src import cloud_tpu_init, tpu_custom_call
 
     if jax.__version__ != WRITTEN_FOR["jax"]:  # TorchTPU's jax writes what its libtpu reads
         yield
         return
-    with patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION):
+    with (
+        patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION),
+        patched_attribute(cloud_tpu_init, "running_in_cloud_tpu_vm", False),
+    ):
         yield
