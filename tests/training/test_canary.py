@@ -133,7 +133,7 @@ def test_half_a_sum_ends_the_run_before_its_first_step(lab, tmp_path):
 def test_a_run_that_asked_is_the_run_that_did_not(tmp_path):
     results = []
     for when in ("always", "never"):
-        done = run(*SMALL, f"trainer.canary.when={when}", output_dir=tmp_path / when)
+        done = run(*SMALL, f"trainer.canary.when={when}", "trainer.trace_every_steps=1", output_dir=tmp_path / when)
         assert done.returncode == 0, done.stdout + done.stderr
         results.append(json.loads((tmp_path / when / "canary" / "result.json").read_text()))
     asked, silent = results
