@@ -4,6 +4,7 @@
 a sharding and the graph partitioned by XLA. `spawn`: one process per device, gradients summed in the graph."""
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from tpu_experiments.runtime.xla.layout import Spec, boxes_on_host, local_boxes,
 from tpu_experiments.runtime.xla.loop import folding_on
 from tpu_experiments.runtime.xla.programs import Closures, Compiles, XlaProgram
 
+log = logging.getLogger(__name__)
 GIB = 2**30
 NEVER_SYNC = 2**62
 """Batches between syncs of torch_xla's loader: never. A program syncs itself; another sync per batch took 1.5 ms."""
@@ -77,6 +79,8 @@ class XlaRuntime:
             self.mesh = xla_mesh(mesh)
         install_attention_kernel(attention_kernel_for(hw, mesh=mesh, device=xr.device_type()))
         self.num_devices = found
+        # With spmd torch_xla 2.9.0 knows one virtual device, and raises an error where its memory is asked for.
+        self._has_memory = xr.device_type() == "TPU" and self.mesh is None
         self.hosts = hosts.joined()
         if hw.parallel == "spawn":
             self.rank, self.world_size = self.share = xr.global_ordinal(), xr.world_size()
@@ -213,9 +217,15 @@ class XlaRuntime:
         return self._memory("peak_bytes_used")
 
     def _memory(self, kind: str) -> float | None:
-        if self.device.type != "xla" or xr.device_type() != "TPU":
+        """Return one of a TPU's memory statistics; None where torch_xla has none, as for all chips as one (spmd)."""
+        if not self._has_memory:
             return None
-        return float(xm.get_memory_info(self.device)[kind]) / GIB
+        try:
+            return float(xm.get_memory_info(self.device)[kind]) / GIB
+        except RuntimeError as error:
+            self._has_memory = False
+            log.info("no memory statistics: %s", str(error).strip().partition("\n")[0])
+            return None
 
 
 def _arrivals(dealer: Dealer[Info, dict[str, Tensor]], loaders: list[Any]) -> Iterator[tuple[Info, dict[str, Tensor]]]:
