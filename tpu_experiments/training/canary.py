@@ -194,8 +194,8 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     """Run the run's own program once on its devices, then restore parameters and state."""
     runtime, stage = trainer.runtime, trainer.inputs.stages[0]
     before = to_host(trainer.parameters)
-    # The state is placed after the parameters, as below: torch_xla orders a program's results by when their tensors were
-    # placed, and the first step would be compiled again.
+    # The state is placed after the parameters, as below: torch_xla orders a program's results by when the tensors that
+    # they replace were placed, and the first step would be compiled again.
     write_parameters(trainer, perturbed(before))
     trainer.state.update(trainer.fresh_state())
     mine = batch.slice_process(*runtime.share)
