@@ -160,10 +160,6 @@ create() {
     check_disk
     say "making $venv with Python $python_version: about 8.5 GB;" \
         "about 1 min with a fast registry, 5-10 min otherwise"
-    if [[ $python_version == 3.13.* ]]; then
-        say "libtpu 0.0.21 has no wheel for Python 3.13:" \
-            "the CPU device works, TPUs and task=plan need Python 3.11 or 3.12"
-    fi
     rm -f "$stamp"
     "$python" -m venv --clear "$venv" >&2 ||
         die "$python could not make $venv; the lines above say why."

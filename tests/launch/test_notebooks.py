@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from tests.launch.virtual_machine import make_machine
 
@@ -40,6 +42,30 @@ def test_a_notebook_is_stored_without_what_it_printed(path: Path) -> None:
 
 def test_there_are_two() -> None:
     assert [path.name for path in NOTEBOOKS] == ["colab.ipynb", "kaggle.ipynb"]
+
+
+@pytest.mark.parametrize("name", ["colab.ipynb", "kaggle.ipynb"])
+@pytest.mark.parametrize("address", ["", "nowhere"])
+def test_a_notebook_alone_says_in_a_sentence_what_it_needs(tmp_path: Path, name: str, address: str) -> None:
+    """Before it does anything; and where the address leads to no repository."""
+    notebook: Any = nbformat.read(shutil.copy(REPOSITORY / "launch" / name, tmp_path), as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    with pytest.raises(CellExecutionError):
+        client.execute(env={**os.environ, "REPOSITORY": address})
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    ran = [cell for cell in cells if cell.execution_count]
+    (error,) = [output for output in ran[-1].outputs if output.output_type == "error"]
+    if address:
+        said = "git clone --depth=1 ended with exit code 128; what is above says why."
+        assert "'nowhere' does not exist" in ran[-1].outputs[0].text
+    else:
+        said = (
+            "REPOSITORY is empty, and this notebook was opened without the project around it; write the address of "
+            "your copy of it, as `git clone` takes it, between the quotes of REPOSITORY in this cell, and run the cell "
+            "again."
+        )
+    assert (len(ran), error.traceback) == (2 if address else 1, [said])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.slow
@@ -80,7 +106,7 @@ def test_colab_says_so_where_it_does_not_know_the_accelerator(
         assert asked[0].count(more) == 1
         assert "debug=smoke" not in asked[0]
         return
-    with pytest.raises(RuntimeError, match=f"TPU_ACCELERATOR_TYPE={kind}; this notebook knows v5litepod-1, v6e-1"):
+    with pytest.raises(names["Stop"], match=f"TPU_ACCELERATOR_TYPE={kind}; this notebook knows v5litepod-1, v6e-1"):
         exec(chip, names)
     assert asked == []
 
@@ -96,3 +122,35 @@ def test_the_kaggle_notebook_makes_its_own_environment(tmp_path: Path) -> None:
     assert "finished qwen05b_uk_law" in printed[3]
     assert "report.html" in printed[4]
     assert Path(printed[5].strip()).exists()
+
+
+@pytest.mark.slow
+def test_a_run_on_kaggle_goes_on_in_the_next_session(tmp_path: Path) -> None:
+    """Each session is stopped by its hours; the second has the output of the first as a read-only input."""
+    machine = make_machine(tmp_path)
+    working, added = tmp_path / "working", tmp_path / "input" / "notebook"
+    run = "curriculum.stages.main.epochs=100000 trainer.max_stage_steps=1000000 trainer.log_every_steps=1 "
+    run += "sample.max_new_tokens=0 hw.runtime=eager"
+    env = machine.environ(MORE=run, OUTPUT=str(working / "runs"), HF_HUB_OFFLINE="1", HOURS="0.02")
+    env.pop("PJRT_DEVICE", None)
+    first = executed("kaggle.ipynb", folder=machine.root, env=env)
+    assert "stopped after 0.02 hours, not finished" in first[3]
+    assert "adapter is not there yet" in first[5]
+    reached = steps_of(working / "runs" / "qwen05b_uk_law")
+    added.parent.mkdir()
+    working.rename(added)
+    for path in [added, *added.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    second = executed("kaggle.ipynb", folder=machine.root, env={**env, "BEFORE": str(added / "runs")})
+    assert f"copying the runs of an earlier session from {added / 'runs'}" in second[2]
+    assert "stopped after 0.02 hours, not finished" in second[3]
+    after = steps_of(working / "runs" / "qwen05b_uk_law")
+    assert after[: len(reached)] == reached
+    assert after == list(range(1, len(after) + 1))
+    assert len(after) > len(reached) > 1
+
+
+def steps_of(run: Path) -> list[int]:
+    """Return the steps of a run's records of training."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "train/loss" in line]

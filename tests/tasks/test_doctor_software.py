@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.tasks.verdicts import TPU, verdict_of
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime import patches
 from tpu_experiments.runtime.patches import TORCHTPU
 from tpu_experiments.tasks.doctor import cloud, software
 
@@ -12,7 +14,11 @@ TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")
 XLA = software.Package("torch_xla", "==2.9.0", "2.9.0")
 LIBTPU = software.Package("libtpu", "==0.0.21", "0.0.21.1")
 JAX = software.Package("jax", "==0.7.1", "0.7.1")
-NEEDED = (TORCH, XLA, LIBTPU, JAX)
+JAXLIB = software.Package("jaxlib", "==0.7.1", "0.7.1")
+NEEDED = (TORCH, XLA, LIBTPU, JAX, JAXLIB)
+COLAB = (TORCH, XLA, LIBTPU, replace(JAX, installed="0.7.2"), replace(JAXLIB, installed="0.7.2"))
+"""Its TPU image of 2026-08."""
+FLASH = (*TPU, "model.attention=flash")
 
 
 @pytest.mark.parametrize(
@@ -22,20 +28,40 @@ NEEDED = (TORCH, XLA, LIBTPU, JAX)
         ((3, 10), NEEDED, "failed", "Python 3.10"),
         ((3, 12), (replace(TORCH, installed="2.11.0"), XLA), "failed", "torch 2.11.0 (==2.9.0 wanted)"),
         ((3, 12), (TORCH, replace(LIBTPU, installed="0.0.51")), "failed", "libtpu 0.0.51"),
+        ((3, 12), (TORCH, replace(LIBTPU, installed="0.0.21.2")), "failed", "install libtpu==0.0.21"),
         ((3, 12), (TORCH, replace(LIBTPU, installed=None)), "failed", "install libtpu==0.0.21"),
-        ((3, 13), (TORCH, replace(LIBTPU, installed=None)), "failed", "no wheel for 3.13"),
-        ((3, 13), (TORCH, replace(JAX, installed="0.7.2")), "warning", "attention kernel"),
+        ((3, 13), (TORCH, replace(LIBTPU, installed=None)), "failed", "install libtpu==0.0.21.1"),
+        ((3, 13), COLAB, "ok", "jax 0.7.2, jaxlib 0.7.2"),
+        ((3, 13), (TORCH, replace(JAX, installed="0.7.3")), "failed", "install jax==0.7.1"),
+        ((3, 13), (TORCH, replace(JAX, installed="0.7.2"), JAXLIB), "failed", "install jaxlib==0.7.2"),
+        ((3, 12), (TORCH, replace(JAX, installed=None)), "failed", "install jax==0.7.1"),
         ((3, 12), (software.Package("gcsfs", ">=2026.2", None),), "failed", "pip install 'gcsfs>=2026.2'"),
         ((3, 12), (software.Package("datasets", "<6,>=5.2", "4.8.5"),), "warning", "was not tried"),
     ],
 )
 def test_versions(make_config, python, packages, expected, words):
-    verdict, said = verdict_of(software.judge_versions(software.Software(python, packages), make_config(*TPU)))
+    verdict, said = verdict_of(software.judge_versions(software.Software(python, packages), make_config(*FLASH)))
     assert verdict == expected
     assert words in said
 
 
+@pytest.mark.parametrize("name", ["torch", "torch_xla", "libtpu", "jax"])
+@pytest.mark.parametrize("version", ["0.0.21", "0.0.21.1", "0.0.21.2", "0.7.1", "0.7.2", "0.7.3", "2.8.0", "2.9.0+cpu"])
+def test_versions_fail_exactly_where_a_run_refuses(make_config, monkeypatch, name, version):
+    found = software.Package(name, f"=={patches.WRITTEN_FOR[name]}", version)
+    verdict = software.judge_versions(software.Software((3, 12), (found,)), make_config(*FLASH)).verdict
+    monkeypatch.setattr(patches, "version", {name: version}.__getitem__)
+    refused = None
+    try:
+        patches.require_versions(name)
+    except ConfigError as error:
+        refused = str(error)
+    assert verdict == ("ok" if refused is None else "failed"), refused
+
+
 def test_versions_that_this_hardware_does_not_need(make_config):
+    plain = software.Software((3, 12), (replace(JAX, installed="0.7.3"), replace(JAXLIB, installed="0.7.3")))
+    assert software.judge_versions(plain, make_config(*TPU, "model.attention=sdpa")).verdict == "warning"
     nothing = software.Software((3, 12), (replace(LIBTPU, installed=None), replace(JAX, installed=None), TORCH))
     assert software.judge_versions(nothing, make_config()).verdict == "ok"
     other = software.Software((3, 12), (replace(TORCH, installed="2.11.0"),))

@@ -6,18 +6,23 @@ imported, and nothing is replaced for longer than a `with` block.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 
 WRITTEN_FOR = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
-"""torch_xla[tpu,pallas]==2.9.0 names the other three."""
+"""torch_xla[tpu,pallas]==2.9.0 names the other three; launch/requirements.lock has them."""
+ALSO_FIT = {"jax": ("0.7.2",), "libtpu": ("0.0.21.1",)}
+"""Further versions that private names were tried with: those of Colab's TPU image, and libtpu's for Python 3.13.
+
+The attention kernels of jax 0.7.2 are 0.7.1's programs (tests/images/test_programs.py).
+"""
 TORCHTPU = {"torch": "2.14.1", "torch_tpu": "0.2.0", "jax": "0.12.0.1", "libtpu": "0.0.52"}
 """Versions of the backend of TorchTPU, as in launch/requirements-torchtpu.lock."""
 MOSAIC_VERSION = 7
-"""libtpu 0.0.21 reads Mosaic up to 7, jax 0.7.1 writes 8 where no TPU tells it otherwise."""
+"""libtpu 0.0.21 reads Mosaic up to 7; where no TPU tells it otherwise, jax 0.7.1 writes 8, and 0.7.2 writes 7 too."""
 
 
 def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: str = "requirements.lock") -> None:
@@ -31,13 +36,18 @@ def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: 
         ConfigError: a package is missing or of another version.
     """
     found = {name: installed(name) for name in packages}
-    wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if have != of[name]]
+    wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if not fits(name, have, of=of)]
     if wrong:
         wanted = " ".join(f"{name}=={of[name]}" for name in packages)
         raise ConfigError(
             f"{' and '.join(wrong)}; this program uses private names that only other versions have: install {wanted}, "
             f"or let launch/local.sh make the environment from launch/{lock}."
         )
+
+
+def fits(package: str, found: str | None, *, of: Mapping[str, str] = WRITTEN_FOR) -> bool:
+    """Return whether private names hold for a version, given without its build, of a package."""
+    return found == of[package] or (of is WRITTEN_FOR and found in ALSO_FIT.get(package, ()))
 
 
 def installed(package: str) -> str | None:
@@ -69,11 +79,16 @@ def mosaic_for_libtpu() -> Iterator[None]:
     import jax
     from jax._src import cloud_tpu_init, tpu_custom_call
 
-    if jax.__version__ != WRITTEN_FOR["jax"]:  # TorchTPU's jax writes what its libtpu reads
+    if not fits("jax", jax.__version__):  # TorchTPU's jax writes what its libtpu reads
         yield
         return
-    with (
-        patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION),
-        patched_attribute(cloud_tpu_init, "running_in_cloud_tpu_vm", False),
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(patched_attribute(tpu_custom_call, "get_ir_version", lambda _: MOSAIC_VERSION))
+        patches.enter_context(patched_attribute(cloud_tpu_init, "running_in_cloud_tpu_vm", False))
+        if jax.__version__ != WRITTEN_FOR["jax"]:
+            import jax.experimental.pallas.tpu
+
+            # Without a TPU, 0.7.2 writes for the oldest one, 2^x as e^(ln 2 x), and 0.7.1 for the newest.
+            rules = jax._src.pallas.mosaic.lowering.LoweringRuleContext
+            patches.enter_context(patched_attribute(rules, "is_cloud_tpu_older_than", lambda *_: False))
         yield

@@ -5,7 +5,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,12 +13,15 @@ from packaging.requirements import Requirement
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
+from tpu_experiments.runtime.patches import WRITTEN_FOR, fits
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 PINNED = ("torch", "torch_xla")
 OF_A_TPU = ("libtpu", "jax", "jaxlib")
 KERNELS = ("jax", "jaxlib")
+LIBTPU_OF_313 = "0.0.21.1"
+"""The first libtpu with a wheel for Python 3.13, as in pyproject.toml."""
 SET_UP = "run `bash launch/local.sh python run.py task=doctor`, which installs the lock"
 
 
@@ -33,15 +36,10 @@ class Package:
 
     @property
     def fits(self) -> bool:
-        """Return whether the installed version satisfies the requirement.
-
-        Colab's libtpu 0.0.21.1 counts as 0.0.21, which it patches.
-        """
+        """Return whether the installed version satisfies the requirement."""
         if self.installed is None:
             return False
-        specifier = Requirement(f"{self.name}{self.wanted}").specifier
-        shortened = ".".join(self.installed.split(".")[:3])
-        return any(specifier.contains(version, prereleases=True) for version in (self.installed, shortened))
+        return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,13 @@ def inspect_software(config: Config) -> Software:
 def judge_versions(software: Software, config: Config) -> Finding:
     """Judge Python, torch and torch_xla, libtpu and jax where a TPU needs them, and all other packages."""
     hw, findings = config.hw, []
+    jax = next((package.installed for package in software.packages if package.name == "jax"), None)
     if not (3, 11) <= software.python < (3, 14):
         shown = ".".join(map(str, software.python))
         findings.append(failed(f"Python {shown}", "use Python 3.11, 3.12 or 3.13"))
     for package in software.packages:
-        finding = _judge_package(package, hw=hw, attention=config.model.attention, python=software.python)
+        wanted = _as_a_run_wants(package, jax=jax, python=software.python) if hw.runtime == "xla" else package
+        finding = _judge_package(wanted, hw=hw, attention=config.model.attention)
         if finding is not None:
             findings.append(finding)
     shown = ", ".join(
@@ -85,7 +85,7 @@ def judge_versions(software: Software, config: Config) -> Finding:
     return worst(findings or [ok(f"Python {'.'.join(map(str, software.python))}, {shown}")])
 
 
-def _judge_package(package: Package, *, hw: HwConfig, attention: str, python: tuple[int, int]) -> Finding | None:
+def _judge_package(package: Package, *, hw: HwConfig, attention: str) -> Finding | None:
     name, is_tpu = package.name, hw.device == "tpu"
     needs_jax = is_tpu or hw.runtime == "torchtpu"
     if package.fits or (name in OF_A_TPU and not needs_jax) or (name == "torch_xla" and hw.runtime != "xla"):
@@ -93,17 +93,30 @@ def _judge_package(package: Package, *, hw: HwConfig, attention: str, python: tu
     seen = f"{name} {package.installed or 'is missing'} ({package.wanted} wanted)"
     if hw.runtime == "torchtpu" and name in (*PINNED, *OF_A_TPU, "torch_tpu"):
         return failed(seen, "make the environment of launch/requirements-torchtpu.lock (runtime/README.md)")
-    if name in OF_A_TPU and package.installed is None and python >= (3, 13):
-        return failed(seen, "use Python 3.11 or 3.12, or an image that brings its own libtpu: it has no wheel for 3.13")
-    if name in KERNELS and (package.installed is not None or attention != "flash"):
-        return warning(seen, f"the attention kernel may not compile; install {name}{package.wanted}")
+    if name in KERNELS and attention != "flash":
+        return warning(seen, f"model.attention=flash would be refused; install {name}{package.wanted}")
     if name == "torch" and hw.runtime == "eager" and package.installed is not None:
         return warning(seen, f"tested with {name}{package.wanted} alone; plain torch 2.11 trained on a GPU")
     if name in (*PINNED, *OF_A_TPU):
-        return failed(seen, f"torch, torch_xla and libtpu belong together: install {name}{package.wanted}")
+        return failed(seen, f"torch, torch_xla, libtpu and jax belong together: install {name}{package.wanted}")
     if package.installed is None:
         return failed(seen, f"`pip install '{name}{package.wanted}'`, or {SET_UP}")
     return warning(seen, f"this version was not tried; {SET_UP}")
+
+
+def _as_a_run_wants(package: Package, *, jax: str | None, python: tuple[int, int]) -> Package:
+    """Return a package with the version that a run with torch_xla takes, where it takes no other.
+
+    Args:
+        jax: the installed version, which jaxlib's equals.
+    """
+    source, found = ("jax", jax) if package.name == "jaxlib" else (package.name, package.installed)
+    if source not in WRITTEN_FOR:
+        return package
+    version = (found or "").partition("+")[0]
+    if not fits(source, version):
+        version = LIBTPU_OF_313 if source == "libtpu" and python >= (3, 13) else WRITTEN_FOR[source]
+    return replace(package, wanted=f"=={version}")
 
 
 def _requires(name: str) -> list[str]:

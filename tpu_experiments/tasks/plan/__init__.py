@@ -132,7 +132,7 @@ def chosen_method(settings: PlanTaskConfig, *, runtime: str) -> str:
     if settings.method == "compiled" and not is_there:
         raise ConfigError(
             "task.method=compiled; libtpu, which holds the TPU's compiler, is not installed (it has wheels for Linux "
-            "on x86-64 and Python 3.11 or 3.12); install the tpu extra, or use task.method=analytic."
+            "on x86-64 and Python 3.11 to 3.13); install the tpu extra, or use task.method=analytic."
         )
     if is_there and settings.method != "analytic":
         require_versions("torch", "torch_xla", "jax", "libtpu")
