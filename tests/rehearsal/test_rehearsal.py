@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.rehearsal import private_names
 from tests.rehearsal.machine import (
     Machine,
     NotHere,
@@ -207,3 +208,19 @@ def test_a_sweep_has_a_chip_for_each_point_and_a_pack_one_program(tmp_path: Path
     done = rehearse(packed, folder=tmp_path / "pack")
     assert done.code == 0, done.output[-3000:]
     assert len(list(tmp_path.glob("sweeps/*/*/result.json"))) == 4
+
+
+def test_every_private_name_is_listed() -> None:
+    listed = private_names.RAN | private_names.DID_NOT_RUN.keys()
+    assert private_names.used().keys() == listed
+
+
+@pytest.mark.slow
+def test_private_names_run_through_the_client(tmp_path: Path) -> None:
+    """One chip and eight, all weights in parts, steps that are replayed, and a checkpoint."""
+    common = ["debug=smoke", "experiment=mistral7b_ro", "trainer.trace_every_steps=200", f"output_dir={tmp_path}"]
+    for words in (["hw=v6e1", "name=one"], ["hw=v6e8", "lora=none", "sharding=fsdp", "name=eight"]):
+        done = rehearse([*common, *words], folder=tmp_path / "sent")
+        assert done.code == 0, done.output[-3000:]
+    called = {name for path in (tmp_path / "sent").glob("*.names") for name in path.read_text().split()}
+    assert private_names.RAN - called == set()
