@@ -92,6 +92,7 @@ def example_plan() -> Plan:
         search=TRIED,
         comparisons=(datasheet_comparison(t4, flops=FLOPS, tokens_per_step=32 * 2048, run=run, fits=None),),
         versions={"libtpu": "0.0.21", "torch_xla": "2.9.0"},
+        flags=("--xla_tpu_enable_deduplicated_calls=true", "--xla_tpu_enable_flash_attention=false"),
         notes=("the chat stage needs less",),
     )
 

@@ -14,6 +14,7 @@ from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import flags_of
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.hlo.parts import PARTS
 from tpu_experiments.tasks.plan import environment_with_libtpu
@@ -68,6 +69,7 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert found["hours"] > 0
     assert found["usd"]["on_demand"] > found["usd"]["spot"] > 0
     assert found["versions"]["libtpu"] == "0.0.21"
+    assert found["libtpu_flags"] == flags_of(composed("hw=v6e1").hw)
     assert "fits" in printed
     assert "estimate" in printed
     assert (folder / "plans" / "p" / "plan.svg").read_text().startswith("<svg")

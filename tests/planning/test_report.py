@@ -52,7 +52,9 @@ def analytic_plan() -> Plan:
         step=StepSettings(seq_len=1024, micro_rows=1, trainable="lora", lora_rank=16, targets=TARGETS, recompute=True),
     )
     memory = analytic_chip_memory(estimate, hw=hw)
-    return replace(plan_that_does_not_fit(), hw=hw, memory=memory, method="analytic", global_batch=4, micro_batch=1)
+    return replace(
+        plan_that_does_not_fit(), hw=hw, memory=memory, method="analytic", flags=(), global_batch=4, micro_batch=1
+    )
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -63,6 +65,7 @@ def test_the_json_has_every_key_and_survives_strictly(kind: str) -> None:
     assert {"spot", "on_demand"} == set(fields["usd"])
     assert {"factor", "source"} <= set(fields["calibration"])
     assert {"libtpu", "torch_xla"} <= set(fields["versions"])
+    assert fields["libtpu_flags"] == list(PLANS[kind]().flags)
     assert json.loads(dumps(fields)) == json.loads(json.dumps(fields))
 
 
@@ -143,6 +146,7 @@ def test_the_page_has_the_datasheet_and_the_other_machines() -> None:
         "## Micro-batches",
         "| t4x2 | 2 | ? |",
         "libtpu 0.0.21",
+        "as in a run: `--xla_tpu_enable_deduplicated_calls=true --xla_tpu_enable_flash_attention=false`",
     ):
         assert shown in page
 

@@ -8,6 +8,7 @@ from tests.tasks.verdicts import TPU, verdict_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime import patches
 from tpu_experiments.runtime.patches import TORCHTPU
+from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.tasks.doctor import cloud, software
 
 TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")
@@ -149,6 +150,18 @@ def test_variables(make_config, exported, overrides, expected, words):
     verdict, said = verdict_of(software.judge_variables(exported, make_config(*overrides)))
     assert verdict == expected
     assert words in said
+
+
+def test_flags_are_those_of_a_run(make_config, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_latency_hiding_scheduler_rerun=3")
+    exported_flags.cache_clear()
+    config = make_config(*TPU, "hw=v5e1")
+    seen = software.inspect_flags(config)
+    exported_flags.cache_clear()
+    assert seen[:2] == ["--xla_latency_hiding_scheduler_rerun=3", "--xla_tpu_enable_deduplicated_calls=true"]
+    assert "--xla_latency_hiding_scheduler_rerun=1" not in seen
+    assert software.judge_flags(seen, config).seen.endswith("--xla_enable_async_collective_permute=true")
+    assert software.judge_flags([], make_config()).seen == "none: libtpu is for a TPU"
 
 
 def test_no_other_variable_is_read(monkeypatch):

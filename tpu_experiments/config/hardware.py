@@ -4,6 +4,8 @@ Only conf/hw/*.yaml names TPU generations. The hardware never changes the mathem
 and the micro-batch and its accumulation are derived from the hardware.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -92,6 +94,19 @@ ALWAYS = ("--xla_tpu_enable_deduplicated_calls=true",)
 """Flags of every TPU: code that layers share is in the program once. libtpu decides so itself for some large programs:
 an unrolled step of Mistral 7B for v6e-8 then compiles in 4.7 GB, and in more than 23 GB where it does not. Gemma 3
 270M's for Colab has 34 instead of 268 MB of code."""
+LIBTPU_INIT_ARGS = "LIBTPU_INIT_ARGS"
+OF_TORCH_XLA = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+"""Flags that torch_xla 2.8 and 2.9 add to LIBTPU_INIT_ARGS at import, on a machine whose PCI bus has a TPU
+(`_setup_libtpu_flags`)."""
+OF_TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+"""Those that it adds on v5e and v5p as well."""
+OF_TORCHTPU = {"xla_tpu_use_enhanced_launch_barrier": "false"}
+"""jax adds this flag as `true` at import, on a machine with a TPU, and torch_tpu 0.2.0 rewrites that to `false`."""
 
 
 @dataclass
@@ -128,7 +143,8 @@ class HwConfig:
     compiler, which takes 16. Without a TPU it has no effect."""
     libtpu_flags: list[str] = field(default_factory=list)
     """Flags added to LIBTPU_INIT_ARGS before torch_xla is imported; libtpu aborts on an unknown flag. They follow
-    `--xla_tpu_enable_deduplicated_calls=true`, which may be turned off here, and that of `fusion_memory_mib`."""
+    `--xla_tpu_enable_deduplicated_calls=true`, which may be turned off here, and that of `fusion_memory_mib`. Flags
+    that torch_xla adds on a TPU come last, and only where none of the name is set."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables, set before torch_xla is imported."""
     compile_cache: str = place("local", default="auto")
@@ -147,10 +163,34 @@ class HwConfig:
     divides the usable cores among the processes."""
 
 
-def flags_of(hw: HwConfig) -> list[str]:
-    """Return the flags that libtpu is given; none without a TPU, unless the config has some."""
+def flags_of(hw: HwConfig, *, exported: str = "") -> list[str]:
+    """Return the flags that libtpu has in a run on this hardware; of two of one name the last counts.
+
+    A plan compiles with them, and a run sets them before torch_xla is imported, which then has nothing to add.
+
+    Args:
+        exported: LIBTPU_INIT_ARGS of the user; `hw.env` may replace it.
+    """
     if hw.device != "tpu":
-        return hw.libtpu_flags
+        return [*exported.split(), *hw.libtpu_flags]
     memory = hw.fusion_memory_mib
     limit = [] if memory is None else [f"--xla_tpu_scoped_vmem_limit_kib={memory * 1024}"]
-    return [*ALWAYS, *limit, *hw.libtpu_flags]
+    given = [*exported.split(), *ALWAYS, *limit, *hw.libtpu_flags]
+    if LIBTPU_INIT_ARGS in hw.env:
+        given = hw.env[LIBTPU_INIT_ARGS].split()
+    named = values_of(given)
+    return [*given, *(f"--{name}={value}" for name, value in added_by_runtime(hw).items() if name not in named)]
+
+
+def added_by_runtime(hw: HwConfig) -> dict[str, str]:
+    """Return the flags that the runtime adds on a TPU of this generation, where nobody has set one of the name."""
+    if hw.runtime == "torchtpu":
+        return OF_TORCHTPU
+    generation = re.match(r"v(\d)", hw.topology or (hw.chip.name if hw.chip else ""))
+    return OF_TORCH_XLA | (OF_TORCH_XLA_V5 if generation and generation[1] == "5" else {})
+
+
+def values_of(flags: Iterable[str]) -> dict[str, str]:
+    """Return the value of each flag by its name; a flag without one is `true`."""
+    pairs = (flag.removeprefix("--").partition("=") for flag in flags)
+    return {name: value if equals else "true" for name, equals, value in pairs}

@@ -96,6 +96,7 @@ CHECKS = (
     "settings",
     "versions",
     "variables",
+    "flags",
     "runtime_version",
     "lock_file",
     "memlock",

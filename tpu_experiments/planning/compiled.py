@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.hardware import HwConfig, flags_of
+from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning import oom
@@ -44,6 +44,7 @@ from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chi
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.work import GIB
 from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered
+from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import is_adapter_part
 
@@ -117,7 +118,7 @@ class Compilers:
         }
         facts = {
             "request": request,
-            "flags": " ".join(flags_of(hw)),
+            "flags": " ".join(flags_of(hw, exported=exported_flags())),
             "versions": versions_in(self.libtpu) if self.libtpu else versions(),
         }
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.module).hexdigest()[:16]
@@ -142,7 +143,7 @@ class Compilers:
             place.mkdir(parents=True, exist_ok=True)
             (place / PROGRAM).write_bytes(program.module)
             (place / REQUEST).write_text(json.dumps(request))
-            self._run(place, flags=" ".join(flags_of(hw)), what=what)
+            self._run(place, flags=" ".join(flags_of(hw, exported=exported_flags())), what=what)
         answer: dict[str, Any] = json.loads((place / ANSWER).read_text())
         memory = Memory(**answer["memory"]) if "memory" in answer else None
         shortage = None if memory else _shortage(answer, hw=hw, place=place, what=what)
@@ -153,7 +154,7 @@ class Compilers:
         return Compiled(program.name, answer["seconds"], memory, shortage, used, place)
 
     def _run(self, place: Path, *, flags: str, what: str) -> None:
-        given = os.environ | environment() | {"LIBTPU_INIT_ARGS": flags}
+        given = os.environ | environment() | {LIBTPU_INIT_ARGS: flags}
         command = [sys.executable, "-m", "tpu_experiments.planning.compiler", str(place)]
         process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.running.add(process)

@@ -216,6 +216,8 @@ class Plan:
     """Every combination of a search, the best first."""
     comparisons: tuple[Comparison, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    """Flags of libtpu that it was compiled with, which a run has as well; empty where it was not compiled."""
     notes: tuple[str, ...] = ()
     sharing_rows: int = 1
     """Number of chips that work on the same rows (sharding.mesh.tensor)."""

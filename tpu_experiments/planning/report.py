@@ -142,7 +142,8 @@ NO_OTHER = "no other is compiled later: every stage, the evaluation and the samp
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the content of plan.json; what is not known is null."""
-    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | {"versions": plan.versions}
+    made = {"versions": plan.versions, "libtpu_flags": list(plan.flags)}
+    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | made
 
 
 def _what(plan: Plan) -> dict[str, Any]:
@@ -416,7 +417,8 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
     ):
         lines += ["", f"## {title}", "", *_table(cells)] if cells else []
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-    return "\n".join([*lines, "", f"Made with {versions}.", ""])
+    flags = f" Flags of libtpu, as in a run: `{' '.join(plan.flags)}`." if plan.flags else ""
+    return "\n".join([*lines, "", f"Made with {versions}.{flags}", ""])
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.hardware import flags_of, values_of
 from tpu_experiments.config.identity import flatten, without_added
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local
 
@@ -89,6 +91,8 @@ def programs_key(config: Config, arch: Any) -> str:
         facts["sample rows"] = len(config.sample.all_prompts)
     if config.questions:
         facts["asks"] = True
+    if flags := values_of(flags_of(config.hw, exported=exported_flags())):
+        facts["flags"] = flags
     if isinstance(config.task, PlanTaskConfig) and config.task.pack > 1:
         facts["pack"] = config.task.pack
     if isinstance(config.task, PlanTaskConfig) and config.task.libtpu is not None:

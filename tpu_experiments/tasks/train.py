@@ -16,6 +16,7 @@ from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.loggers.base import LoggerContext, Loggers
@@ -112,6 +113,8 @@ def start_of(config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = 
     with watch.measure("setup"), explain_storage_errors(prepared_folder(config), full="failed"):
         config = hosts.together(lambda: with_rows(config))
     change_flags(prepared_for, config.hw)
+    if config.hw.device == "tpu":
+        log.info("flags of libtpu: %s", os.environ.get(LIBTPU_INIT_ARGS, ""))
     with explain_storage_errors(config.output_dir):
         folder = hosts.together(lambda: open_run(config, may_lengthen=True))
         is_longer = hosts.together(lambda: has_other_length(folder, config))

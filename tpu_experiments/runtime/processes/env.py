@@ -1,12 +1,13 @@
 """Environment variables of a run, set before torch_xla reads its flags, at import, and libtpu its, with a device."""
 
+import functools
 import os
 import resource
 import sys
 from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.hardware import HwConfig, flags_of
+from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.schema import Config
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -23,6 +24,7 @@ def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
         ConfigError: as of `require_device`.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
+    exported_flags()
     if is_planned:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
         os.environ.update(of_torchtpu() if hw.runtime == "torchtpu" else {})
@@ -45,15 +47,23 @@ def change_flags(before: HwConfig, after: HwConfig) -> None:
     Raises:
         RuntimeError: one has been used, so the flags would have no effect.
     """
-    old, new = flags_of(before), flags_of(after)
-    given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    wanted = [*(flag for flag in given if flag not in (*old, *new)), *new]
-    if old == new or wanted == given or "LIBTPU_INIT_ARGS" in after.env:
+    wanted = " ".join(flags_of(after, exported=exported_flags()))
+    if flags_of(before) == flags_of(after) or wanted == os.environ.get(LIBTPU_INIT_ARGS):
         return
     xla = sys.modules.get("torch_xla")
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
         raise RuntimeError("a device was used before the flags of libtpu were known; use none earlier")
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(wanted)
+    os.environ[LIBTPU_INIT_ARGS] = wanted
+
+
+@functools.cache
+def exported_flags() -> str:
+    """Return LIBTPU_INIT_ARGS as the user exported it.
+
+    A command asks first in `prepare_environment`: a run sets the variable then, and in a plan on a machine with a TPU
+    torch_xla adds that machine's flags to it, which need not be those of the machine that is planned.
+    """
+    return os.environ.get(LIBTPU_INIT_ARGS, "")
 
 
 def require_device(hw: HwConfig) -> None:
@@ -102,14 +112,12 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values["CPU_NUM_DEVICES"] = str(hw.num_devices)
     if hw.runtime == "eager":
         values["USE_TORCH_XLA"] = "0"  # else transformers imports it, which takes seconds, and uses nothing of it
-    if flags := flags_of(hw):
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        values["LIBTPU_INIT_ARGS"] = " ".join([given, *flags]).strip()
     if hw.runtime == "torchtpu":
         values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
         if hw.device == "cpu" and hw.parallel == "spmd":
             values["JAX_NUM_CPU_DEVICES"] = str(hw.num_devices // hw.num_hosts)
-    return values | hw.env
+    flags = flags_of(hw, exported=exported_flags())
+    return values | hw.env | ({LIBTPU_INIT_ARGS: " ".join(flags)} if flags else {})
 
 
 def of_torchtpu() -> dict[str, str]:

@@ -38,6 +38,7 @@ CHECKS = (
     Check("settings", _on_config(places.inspect_settings), places.judge_settings),
     Check("versions", _on_config(software.inspect_software), software.judge_versions),
     Check("variables", _on_machine(software.inspect_variables), software.judge_variables),
+    Check("flags", _on_config(software.inspect_flags), software.judge_flags),
     Check("runtime_version", _on_machine(cloud.inspect_machine), cloud.judge_runtime_version),
     Check("lock_file", _on_machine(devices.inspect_lock_file), devices.judge_lock_file),
     Check("memlock", _on_machine(devices.inspect_memlock), devices.judge_memlock),

@@ -4,16 +4,19 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.defaults import is_open
+from tpu_experiments.config.hardware import HwConfig, flags_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.planning.tuned import tuned
 from tpu_experiments.runtime.patches import WRITTEN_FOR, fits
+from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -164,6 +167,19 @@ def judge_variables(exported: Mapping[str, str], config: Config) -> Finding:
     if hw.device == "tpu":
         findings.append(_judge_bounds(exported, hw=hw))
     return worst([finding for finding in findings if finding is not None] or [ok("none that would mislead the run")])
+
+
+def inspect_flags(config: Config) -> list[str]:
+    """Return the flags that libtpu would have in a run."""
+    settled = config if is_open(config) else tuned(config, is_logged=False)
+    return flags_of(settled.hw, exported=exported_flags())
+
+
+def judge_flags(flags: Sequence[str], config: Config) -> Finding:
+    """Show the flags that libtpu would have."""
+    if config.hw.device != "tpu":
+        return ok("none: libtpu is for a TPU")
+    return ok(f"of two of one name the last counts: {' '.join(flags)}")
 
 
 def _judge_bounds(exported: Mapping[str, str], *, hw: HwConfig) -> Finding | None:

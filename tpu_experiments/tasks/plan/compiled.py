@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import flags_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import trained_flops
@@ -21,6 +22,7 @@ from tpu_experiments.planning.stored_plans import compiled_folder
 from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.tuned import tuned_notes
 from tpu_experiments.runtime.lowered import Lowered
+from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
@@ -103,6 +105,7 @@ def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
         time=train.time,
         seconds_by_part=train.seconds_by_part,
         versions=train.compiled.versions,
+        flags=tuple(flags_of(run.config.hw, exported=exported_flags())),
         notes=(*compiler_notes(run, train), *dict.fromkeys(note for program in programs for note in program.notes)),
     )
     return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(
