@@ -28,7 +28,6 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from tpu_experiments.config.bugs import bug_sentence, lacks_device_memory
 from tpu_experiments.config.compose import require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
@@ -41,6 +40,7 @@ from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.loggers.closing_lines import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.runtime.processes.env import prepare_environment
+from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.offline import go_offline_if_unreachable
 from tpu_experiments.storage.retry import StorageFailed
@@ -70,7 +70,8 @@ def main(composed: DictConfig) -> None:
 def errors_as_sentences(config: Config | None = None) -> Iterator[None]:
     """Report an error of the block in one sentence, and exit.
 
-    Exit codes: 2 for errors that the user can fix, 1 for storage failures and bugs, and that of Ctrl-C.
+    Exit codes: 2 for errors that the user can fix, 1 for storage failures and bugs, 75 for a TPU that stopped working,
+    and that of Ctrl-C.
 
     Args:
         config: names the run folder whose run.log takes the traceback of a bug; None before the config is composed.
@@ -92,8 +93,9 @@ def errors_as_sentences(config: Config | None = None) -> Iterator[None]:
     except Exception as error:
         if is_of_composition(error):
             refuse(uncomposable(error, sys.argv[1:]))
-        print(redacted_text(f"error: {bug_sentence(error, config=config)}"), file=sys.stderr)
-        sys.exit(2 if lacks_device_memory(error) else 1)
+        said, code = ending_of(error, config=config)
+        print(redacted_text(f"error: {said}"), file=sys.stderr)
+        sys.exit(code)
 
 
 def refuse(problems: str) -> NoReturn:

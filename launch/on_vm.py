@@ -26,7 +26,8 @@ from hydra import compose, initialize_config_dir
 from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, register
-from tpu_experiments.runtime.processes.env import compile_cache_folder, tpu_present
+from tpu_experiments.runtime.processes.chips import tpu_present
+from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.runtime.processes.stopping import Relay
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.doctor.cloud import inspect_machine

@@ -14,7 +14,7 @@ import pytest
 from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
-from tpu_experiments.runtime.processes.env import tpu_present
+from tpu_experiments.runtime.processes.chips import tpu_present
 from tpu_experiments.storage.run_folder import open_run
 
 REPOSITORY = Path(__file__).parents[1]

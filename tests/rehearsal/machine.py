@@ -87,6 +87,7 @@ class Machine:
         values.pop("LIBTPU_INIT_ARGS", None)
         values |= {
             "TPU_LIBRARY_PATH": str(shim()),
+            "TPU_EXPERIMENTS_ANY_LIBTPU": "1",
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": f"{ACCELERATORS[self.generation]}-{self.num_chips}",
             "TPU_WORKER_ID": "0",

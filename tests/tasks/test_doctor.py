@@ -9,6 +9,7 @@ from tests.tasks.verdicts import TPU, verdict_of
 from tpu_experiments.config.task_schema import CHECKS as NAMES
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.planning.check import Finding as MemoryFinding
+from tpu_experiments.runtime.processes import chips
 from tpu_experiments.tasks import doctor
 from tpu_experiments.tasks.doctor import devices, examination, places, sources
 from tpu_experiments.tasks.doctor.finding import failed, not_checked, ok, warning, worst
@@ -27,7 +28,7 @@ CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0,
         (replace(CHIPS, nodes=(), probed=None), "failed", "no driver is bound"),
         (replace(CHIPS, closed_nodes=("/dev/vfio/0",), probed=None), "failed", "may not be opened"),
         (
-            replace(CHIPS, holders=(devices.Holder(77, "python train.py", "/dev/vfio/1"),), probed=None),
+            replace(CHIPS, holders=(chips.Holder(77, "python train.py", "/dev/vfio/1"),), probed=None),
             "failed",
             "process 77 (python train.py) holds /dev/vfio/1 | wait for its end, or end it: `kill 77`",
         ),
@@ -130,10 +131,10 @@ def test_processes_of_the_eager_runtime_share_a_cpu(make_config):
 @pytest.mark.parametrize(
     ("lock", "expected", "words"),
     [
-        (devices.LockFile(False), "ok", "none"),
-        (devices.LockFile(True, 0, True, 91), "failed", "process 91 holds"),
-        (devices.LockFile(True, 4321, False), "failed", "belongs to user 4321"),
-        (devices.LockFile(True, 0, True), "warning", "sudo rm -f /tmp/libtpu_lockfile"),
+        (chips.LockFile(False), "ok", "none"),
+        (chips.LockFile(True, 0, True, 91), "failed", "process 91 holds"),
+        (chips.LockFile(True, 4321, False), "failed", "belongs to user 4321"),
+        (chips.LockFile(True, 0, True), "warning", "sudo rm -f /tmp/libtpu_lockfile"),
     ],
 )
 def test_lock_file(make_config, monkeypatch, lock, expected, words):

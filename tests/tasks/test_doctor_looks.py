@@ -11,6 +11,7 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.runtime.processes import chips
 from tpu_experiments.storage import lease
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.doctor import cloud, devices, places, sources
@@ -33,24 +34,25 @@ def holder(tmp_path):
         process.kill()
 
 
-def test_who_holds_a_node(tmp_path, holder):
+def test_who_holds_a_node(tmp_path, holder, monkeypatch):
     (tmp_path / "vfio").mkdir()
     for name in ("0", "12", "vfio"):
         (tmp_path / "vfio" / name).touch()
-    nodes = devices.device_nodes(tmp_path)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-1")
+    nodes = chips.device_nodes(tmp_path)
     assert [os.path.relpath(node, tmp_path) for node in nodes] == ["accel0", "vfio/0", "vfio/12"]
-    found, _ = devices.holders_of(nodes)
+    found, _ = chips.holders_of(nodes)
     assert [(each.pid, each.node) for each in found] == [(holder.pid, nodes[0])]
     assert found[0].command == f"{sys.executable} -c"  # arguments may be secrets
 
 
 def test_who_has_locked_a_file(tmp_path):
     path = tmp_path / "libtpu_lockfile"
-    assert not devices.inspect_lock_file(path).is_there
+    assert not chips.inspect_lock_file(path).is_there
     with path.open("w") as file:
-        assert devices.inspect_lock_file(path).holder is None
+        assert chips.inspect_lock_file(path).holder is None
         fcntl.flock(file, fcntl.LOCK_EX)
-        seen = devices.inspect_lock_file(path)
+        seen = chips.inspect_lock_file(path)
     assert (seen.is_there, seen.owner, seen.is_writable, seen.holder) == (True, os.geteuid(), True, os.getpid())
 
 

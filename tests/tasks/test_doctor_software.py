@@ -8,7 +8,9 @@ from tests.tasks.verdicts import TPU, verdict_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime import patches
 from tpu_experiments.runtime.patches import TORCHTPU
+from tpu_experiments.runtime.processes import variables
 from tpu_experiments.runtime.processes.env import exported_flags
+from tpu_experiments.sweeping.placement import chip_variables
 from tpu_experiments.tasks.doctor import cloud, software
 
 TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")
@@ -111,24 +113,35 @@ KAGGLE = {
         ({}, TPU, "ok", "none that would mislead"),
         ({"PJRT_LOCAL_PROCESS_COUNT": "8"}, TPU, "failed", "`unset PJRT_LOCAL_PROCESS_COUNT`"),
         ({"PJRT_LOCAL_PROCESS_COUNT": "8"}, ("hw.runtime=eager",), "ok", "none that this runtime reads"),
-        ({"TPU_PROCESS_BOUNDS": "1,1,1"}, TPU, "failed", "fewer chips than hw.num_devices=8"),
+        ({"PJRT_LOCAL_PROCESS_RANK": "1"}, TPU, "failed", "falsifies"),
+        ({"TPU_PROCESS_BOUNDS": "2,2,1"}, TPU, "failed", "it is 4 processes, and hw=v6e8 has 1"),
+        ({"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,4,1"}, TPU, "ok", "none"),
+        ({"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}, TPU, "failed", "it is 1 chips a process, and hw=v6e8 has 8"),
+        ({"TPU_PROCESS_BOUNDS": "1,1,1"}, (*TPU, "hw.parallel=spawn"), "failed", "1 processes, and hw=v6e8 has 8"),
+        ({"TPU_VISIBLE_CHIPS": "0,1,2,3"}, TPU, "failed", "it gives this run 4 of its host's 8 chips"),
+        ({"TPU_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, TPU, "ok", "none"),
+        ({"TPU_VISIBLE_CHIPS": "0"}, (*TPU, "hw.parallel=spawn"), "failed", "each process of one chip gets the same"),
         ({"TPU_VISIBLE_CHIPS": "3"}, (*TPU, "hw=v6e1"), "ok", "none"),
         ({"XLA_USE_SPMD": "1"}, TPU, "ok", "none"),
         ({"XLA_USE_SPMD": "1"}, (), "failed", "falsifies"),
-        ({"XLA_USE_BF16": "1"}, TPU, "warning", "data types"),
+        ({"XLA_AUTO_SPMD": "1"}, TPU, "failed", "shards by itself"),
+        ({"XLA_USE_BF16": "1"}, TPU, "failed", "use model.dtype="),
+        ({"XLA_USE_BF16": "0", "XLA_USE_SPMD": "false"}, (), "ok", "none"),
+        ({"XLA_USE_32BIT_LONG": "1"}, (), "failed", "32 bits"),
+        ({"XLA_DISABLE_FUNCTIONALIZATION": "1"}, (), "failed", "gradients are others"),
+        ({"XLA_USE_FP16": "1"}, TPU, "warning", "no longer reads it"),
+        ({"XLA_ENABLE_PARAM_ALIASING": "0"}, TPU, "warning", "twice"),
         ({"XLA_HLO_DEBUG": "1"}, TPU, "warning", "compile cache"),
         ({"LIBTPU_INIT_ARGS": "--x=1"}, TPU, "warning", "libtpu aborts"),
         ({"PJRT_DEVICE": "CPU"}, TPU, "warning", "sets it to TPU itself"),
         ({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, (), "ok", "none"),
         ({"CPU_NUM_DEVICES": "4"}, (), "warning", "CPU_NUM_DEVICES=4"),
-        ({"TPU_SKIP_MDS_QUERY": "1"}, TPU, "failed", "TPU_ACCELERATOR_TYPE"),
-        ({"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-8"}, TPU, "ok", "none"),
         (KAGGLE, (*TPU, "hw=v5e8"), "ok", "none"),
         (
             KAGGLE,
             (*TPU, "hw=v5e8", "hw.parallel=spawn"),
             "failed",
-            "`unset TPU_PROCESS_ADDRESSES`, or use hw.parallel=spmd",
+            "`unset TPU_PROCESS_ADDRESSES`: each process",
         ),
         (
             KAGGLE | {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1"},
@@ -147,9 +160,24 @@ KAGGLE = {
     ],
 )
 def test_variables(make_config, exported, overrides, expected, words):
-    verdict, said = verdict_of(software.judge_variables(exported, make_config(*overrides)))
+    config = make_config(*overrides)
+    verdict, said = verdict_of(software.judge_variables(exported, config))
     assert verdict == expected
     assert words in said
+    refusal = variables.refusal_of(variables.stray_variables(exported, config.hw))
+    assert (refusal is not None) == (verdict == "failed"), "a run is refused where the doctor fails"
+
+
+@pytest.mark.parametrize("chip", [0, 3])
+def test_variables_of_a_point_of_a_sweep(make_config, chip, monkeypatch):
+    """Beside what the host exports."""
+    for name, value in (KAGGLE | {"TPU_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}).items():
+        monkeypatch.setenv(name, value)
+    for name, value in chip_variables(chip).items():
+        monkeypatch.setenv(name, value)
+    for name in ("XLA_FLAGS", "PJRT_DEVICE"):  # of the tests
+        monkeypatch.delenv(name, raising=False)
+    assert variables.stray_variables(variables.exported_variables(), make_config("hw=v5e1").hw) == []
 
 
 def test_flags_are_those_of_a_run(make_config, monkeypatch):
@@ -168,9 +196,9 @@ def test_no_other_variable_is_read(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.setenv("TPU_PROCESS_BOUNDS", "")
-    seen = software.inspect_variables()
+    seen = variables.exported_variables()
     assert seen["XLA_FLAGS"] == "--xla_dump_to=/x"
-    assert set(seen) <= set(software.KNOWN) - {"TPU_PROCESS_BOUNDS"}
+    assert set(seen) <= set(variables.KNOWN) - {"TPU_PROCESS_BOUNDS"}
 
 
 ON_V6E = cloud.Machine("v6e-8", "v2-alpha-tpuv6e")

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.config.schema import Config
 
 RUN_LOG = "run.log"
 OF_THE_SYSTEM = frozenset(
@@ -24,47 +24,6 @@ OF_THE_SYSTEM = frozenset(
 
 NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
 """Texts of out-of-memory errors raised by torch or Arrow."""
-NO_DEVICE_MEMORY = re.compile(
-    r"CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED[\s\S]*(?:memory|alloc|reserve)"
-)
-"""Texts of out-of-memory errors of a GPU, raised by torch and cuBLAS, and of a TPU, raised by XLA; a cloud's quota is
-RESOURCE_EXHAUSTED too."""
-ALLOCATION = re.compile(r"Tried to allocate [^.]*\.\d+ \w+\.|Attempting to [^.]*\.\d*\w+")
-"""The part of such an error that says how much was asked for."""
-
-
-def lacks_device_memory(error: Exception) -> bool:
-    """Return whether an error says that a GPU or TPU ran out of memory."""
-    return bool(NO_DEVICE_MEMORY.search(str(error)))
-
-
-def device_memory_sentence(error: Exception, *, config: Config, log: str) -> str:
-    """Return what to change where a device ran out of memory.
-
-    Args:
-        log: the file that has the traceback.
-    """
-    asked = ALLOCATION.search(str(error))
-    reason = asked[0].rstrip(".") if asked else str(error).strip().splitlines()[0][:200]
-    return (
-        f"hw={config.hw.name}; the memory of the device is used up ({reason}); try, the mildest first, "
-        f"{', '.join(_smaller_settings(config))}, or a larger machine; the traceback is in {log}."
-    )
-
-
-def _smaller_settings(config: Config) -> list[str]:
-    """Return settings of a task that need less memory of the device, the mildest first."""
-    base = "nf4" if config.hw.device == "cuda" else "int8"
-    quantised = [f"model.base={base}"] if config.model.base == "dense" else []
-    if config.task.name not in ("train", "pack", "resume_check"):
-        return [*quantised, "fewer or shorter texts at once"]
-    trainer, rows = config.trainer, config.trainer.micro_batch_rows
-    found = [] if trainer.loss_chunk_tokens else [f"trainer.loss_chunk_tokens={TrainerConfig.loss_chunk_tokens}"]
-    found += ["model.remat=layer_inputs"] if config.model.remat not in ("layer_inputs", "offload") else []
-    found += [f"trainer.micro_batch_rows={rows // 2}"] if isinstance(rows, int) and rows > 1 else []
-    found += ["trainer.micro_batch_rows=1"] if rows is None else []
-    found += quantised if config.lora.r and config.model.linear == "plain" else []
-    return [*found, "a smaller trainer.seq_len"]
 
 
 def bug_sentence(error: Exception, *, config: Config | None) -> str:
@@ -74,8 +33,6 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
         config: of the run whose folder has run.log; None where there is none yet.
     """
     log = write_traceback(error, config=config)
-    if config is not None and lacks_device_memory(error):
-        return device_memory_sentence(error, config=config, log=log)
     if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_SYSTEM:
         return (
             f"{os.fsdecode(error.filename)}; the system refuses it ({error.strerror}); mend, move or remove it, or "

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.processes.env import compile_cache_folder, num_chips_present
+from tpu_experiments.runtime.processes.chips import num_chips_present
+from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import paths
 
 FIRST_PORT = 8476  # libtpu's default, torch_xla 2.9 _internal/tpu.py

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 
-from tpu_experiments.config.bugs import bug_sentence, lacks_device_memory
 from tpu_experiments.config.compose import config_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
@@ -19,6 +18,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PackTaskConfig
 from tpu_experiments.loggers.runlog import kept_records, start_run_log
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage.process import started_seconds
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """Train the runs; exit code 0 if all have finished, 75 if the pack was stopped on request, otherwise 1.
+    """Train the runs; exit code 0 if all have finished, 75 if one can be resumed, 2 if the rest is refused, else 1.
 
     Raises:
         ConfigError: no folder is named.
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
                 launch(pack_process, first, starts, started_seconds(), config.task.points, codes)
     ends = set(codes.values())
     if ends != {0}:
-        sys.exit(STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in ends else 1)
+        sys.exit(STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in ends else 2 if ends <= {0, 2} else 1)
 
 
 def pack_process(
@@ -118,8 +118,9 @@ def _code_of(runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: 
     except ConfigError as error:
         return _refused(start.config, error)
     except Exception as error:  # one run's bug ends no other
-        print(redacted_text(f"error: {bug_sentence(error, config=start.config)}"), file=sys.stderr)
-        return 2 if lacks_device_memory(error) else 1
+        said, code = ending_of(error, config=start.config)
+        print(redacted_text(f"error: {said}"), file=sys.stderr)
+        return code
     print(closing_lines(start))
     return 0
 

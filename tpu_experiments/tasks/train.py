@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from tpu_experiments.loggers.runlog import start_run_log, start_thread_log, stop
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime, device_name
 from tpu_experiments.runtime.processes.env import change_flags
+from tpu_experiments.runtime.processes.faults import is_lost
 from tpu_experiments.runtime.processes.hosts import HostLost, Hosts, rendezvous
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import lease, retry
@@ -231,6 +232,13 @@ def train_process(
         print_once(runtime, f"error: {error}")
         sys.exit(1)
     except Exception as error:
+        if is_lost(error):
+            with suppress(Exception):  # the storage may be gone too
+                step = resume_step(folder)
+                newest = (
+                    f"the newest complete checkpoint is that of step {step}" if step else "no checkpoint is complete"
+                )
+                print_once(runtime, newest)
         if not is_explained(error, place=folder.path()):
             raise
         print_once(runtime, f"error: {complaint(error, place=folder.path())} The same command resumes.")

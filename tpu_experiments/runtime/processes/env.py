@@ -1,36 +1,43 @@
 """Environment variables of a run, set before torch_xla reads its flags, at import, and libtpu its, with a device."""
 
 import functools
+import logging
 import os
 import resource
 import sys
-from pathlib import Path
+import time
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.runtime.processes.chips import device_nodes, held_text, holders_of, kill_text, tpu_present
+from tpu_experiments.runtime.processes.libtpu import libtpu_problem
+from tpu_experiments.runtime.processes.metadata import metadata_problem
+from tpu_experiments.runtime.processes.variables import exported_variables, refusal_of, stray_variables
 
-GOOGLE_PCI_VENDOR = "0x1ae0"
-# The same ids as torch_xla 2.9, _internal/tpu.py: v2/v3, v4, v5p, v5e, v6e, v7x.
-TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+log = logging.getLogger(__name__)
+HELD_SECONDS = 5.0
+"""Time that a process which has just ended, or is ending, is given to let go of its chips."""
 
 
 def prepare_environment(hw: HwConfig, *, is_planned: bool = False) -> None:
-    """Check that the device exists and set the variables of `hw`.
+    """Check that the device exists and nothing here keeps it from starting, and set the variables of `hw`.
 
     A plan traces on the CPU and needs no device.
 
     Raises:
-        ConfigError: as of `require_device`.
+        ConfigError: as of `require_device` and `require_start`.
         RuntimeError: torch_xla is already imported, so the variables would have no effect.
     """
     exported_flags()
+    if hw.device == "tpu" and not is_planned:
+        require_device(hw)
+    require_start(hw, is_planned=is_planned)
     if is_planned:
         os.environ.update({"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "1"})
         os.environ.update(of_torchtpu() if hw.runtime == "torchtpu" else {})
         return
     if hw.device == "tpu":
-        require_device(hw)
         raise_memlock()
     if "torch_xla" in sys.modules:
         raise RuntimeError("torch_xla was imported before the environment of hw was set; import nothing of it earlier")
@@ -87,6 +94,52 @@ def require_device(hw: HwConfig) -> None:
             f"hw.device=cuda asks for {hw.num_devices} NVIDIA GPU(s) and torch can use {found} here (nvidia-smi lists "
             "what the driver sees); run it on a machine that has them, or use hw=cpu here."
         )
+
+
+def require_start(hw: HwConfig, *, is_planned: bool = False) -> None:
+    """Refuse what would end a run on this machine with a traceback, leave it waiting, or change its numbers.
+
+    task=doctor reports the same. What is only odd is logged.
+
+    Raises:
+        ConfigError: a variable misleads the run, the metadata server does not answer, libtpu is of another version, or
+            other processes hold the chips.
+    """
+    strays = [] if is_planned else stray_variables(exported_variables(), hw)
+    if (refusal := refusal_of(strays)) is not None:
+        raise ConfigError(f"hw={hw.name}; {refusal}")
+    if hw.device == "tpu":
+        for each in strays:
+            log.warning("%s is exported; %s", each.seen, each.remedy)
+    if (problem := metadata_problem(hw, is_planned=is_planned)) is not None:
+        raise ConfigError(f"hw={hw.name}; {problem[0]}; {problem[1]}.")
+    if hw.device != "tpu" or is_planned:
+        return
+    if (problem := libtpu_problem(hw)) is not None:
+        raise ConfigError(f"hw={hw.name}; {problem[0]}; {problem[1]}.")
+    require_free_chips(hw)
+
+
+def require_free_chips(hw: HwConfig, *, seconds: float = HELD_SECONDS) -> None:
+    """Refuse to start where other processes leave too few chips of this host free.
+
+    Raises:
+        ConfigError: after `seconds` they still hold them.
+    """
+    nodes, wanted = device_nodes(), hw.num_devices // hw.num_hosts
+    until = time.monotonic() + seconds
+    while True:
+        holders, _ = holders_of(nodes) if nodes else ((), 0)
+        num_free = len(nodes) - len({holder.node for holder in holders})
+        if not holders or num_free >= wanted:
+            return
+        if time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    raise ConfigError(
+        f"hw={hw.name}; it takes {wanted} of this host's {len(nodes)} chips, and {num_free} are free: "
+        f"{held_text(holders)}; {kill_text(holders)}."
+    )
 
 
 def raise_memlock() -> None:
@@ -147,30 +200,3 @@ def compile_cache_root(config: Config) -> str | None:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return os.path.join(cache, "tpu_experiments", "compile_cache")
     return None if chosen in ("auto", "none") or hw.runtime == "eager" else chosen
-
-
-def tpu_present() -> bool:
-    """Return whether this host has a TPU chip: a Google PCI device, or the device nodes in a container."""
-    return num_pci_chips() > 0 or _num_device_nodes() > 0
-
-
-def num_chips_present() -> int | None:
-    """Return the number of TPU chips of this host; None where none are found."""
-    return _num_device_nodes() or num_pci_chips() or None
-
-
-def num_pci_chips() -> int:
-    """Return the number of TPU chips on the PCI bus, including those without a driver."""
-    count = 0
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        device = (vendor.parent / "device").read_text().strip()
-        count += vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in TPU_PCI_DEVICES
-    return count
-
-
-def _num_device_nodes() -> int:
-    """Return the number of device nodes, one per chip.
-
-    v2 to v4 have /dev/accel0 and so on, v5e and later /dev/vfio/0 and so on.
-    """
-    return max(len(list(Path("/dev").glob("accel[0-9]*"))), len(list(Path("/dev/vfio").glob("[0-9]*"))))

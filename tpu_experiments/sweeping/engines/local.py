@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.processes.env import require_device
+from tpu_experiments.runtime.processes.env import require_device, require_start
 from tpu_experiments.runtime.processes.stopping import Relay
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Mirror
@@ -74,6 +74,7 @@ class LocalEngine(Engine):
         check_places(config)
         if config.task.name not in NEED_NO_DEVICE:
             require_device(config.hw)
+            require_start(config.hw)
 
     def open(self, points: Sequence[Point], *, folder: str, say: Say) -> None:
         """Do nothing: this machine is here."""

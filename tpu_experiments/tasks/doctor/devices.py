@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,29 +14,30 @@ from pathlib import Path
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
-from tpu_experiments.runtime.processes.env import num_pci_chips, variables
+from tpu_experiments.runtime.processes.chips import (
+    LOCK_FILE,
+    Holder,
+    LockFile,
+    device_nodes,
+    held_text,
+    holders_of,
+    kill_text,
+    num_pci_chips,
+)
+from tpu_experiments.runtime.processes.env import variables
+from tpu_experiments.runtime.processes.faults import ADDRESSES, BUSY, FIND_HOLDER, RESTART, UNSET_ADDRESSES
+from tpu_experiments.runtime.processes.libtpu import libtpu_problem
+from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, metadata_problem
 from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, shown_gb, warning
-from tpu_experiments.tasks.doctor.software import CHIP_BOUNDS
 
-LOCK_FILE = Path("/tmp/libtpu_lockfile")
 REPOSITORY = Path(__file__).parents[3]
 MEMLOCK_BYTES = 64 * 2**30
 """Locked memory below which a run may hang or fail: what public TPU containers are given (Marin, torchprime)."""
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24  # linux/capability.h: locks memory without a limit; passes a hard limit
 PORT = 8476  # torch_xla's first
 CAUSE = re.compile(r"Check failed|[A-Za-z]*Error\b|UNKNOWN:|INVALID_ARGUMENT|INTERNAL:|[Ff]ailed to")
-RESTART = "in a notebook, restart the session: a kernel that has imported torch_xla, jax or tensorflow holds chips"
 NOTEBOOKS = ("KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 """Variables of the services whose machines cannot be set up by their users."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Process that has a device node open."""
-
-    pid: int
-    command: str
-    node: str
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,9 @@ class Devices:
     num_hidden_processes: int
     """Processes of other users, whose open files only root can see."""
     probed: Probed | None
-    """None where no child was started, because a chip is held."""
-
-
-@dataclass(frozen=True)
-class LockFile:
-    """State of libtpu's /tmp/libtpu_lockfile."""
-
-    is_there: bool
-    owner: int = 0
-    is_writable: bool = True
-    holder: int | None = None
-    """Id of the process that has locked it."""
+    """None where no child was started, because a chip is held or `problem` keeps it from starting."""
+    problem: tuple[str, str] | None = None
+    """What keeps a run from starting before it comes to the chips, and what to do."""
 
 
 def inspect_devices(config: Config, task: DoctorTaskConfig) -> Devices:
@@ -90,39 +81,12 @@ def inspect_devices(config: Config, task: DoctorTaskConfig) -> Devices:
     nodes = device_nodes()
     closed = tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK))
     holders, num_hidden = holders_of(nodes) if nodes else ((), 0)
-    is_waste = config.hw.device == "tpu" and (holders or closed or not nodes)
+    problem = None
+    if nodes or num_pci_chips():
+        problem = metadata_problem(config.hw) or (libtpu_problem(config.hw) if config.hw.device == "tpu" else None)
+    is_waste = problem or (config.hw.device == "tpu" and (holders or closed or not nodes))
     probed = None if is_waste else probe(config.hw, timeout_seconds=task.device_timeout_seconds)
-    return Devices(nodes, closed, num_pci_chips(), holders, num_hidden, probed)
-
-
-def device_nodes(root: Path = Path("/dev")) -> tuple[str, ...]:
-    """Return the nodes of TPU chips, without /dev/vfio/vfio (the container interface)."""
-    found = [*root.glob("accel[0-9]*"), *root.glob("vfio/[0-9]*")]
-    return tuple(sorted(str(node) for node in found))
-
-
-def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tuple[Holder, ...], int]:
-    """Return the other processes that have a node open, and how many processes could not be inspected."""
-    holders, num_hidden = [], 0
-    for folder in proc.glob("[0-9]*"):
-        if int(folder.name) == os.getpid():
-            continue
-        try:
-            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
-            command = _program((folder / "cmdline").read_bytes())
-        except PermissionError:
-            num_hidden += 1
-            continue
-        except (FileNotFoundError, ProcessLookupError):  # it has ended or closed the file meanwhile
-            continue
-        holders += [Holder(int(folder.name), command, node) for node in nodes if node in opened]
-    return tuple(holders), num_hidden
-
-
-def _program(arguments: bytes) -> str:
-    """Return `python train.py` or `python -m package`, without further arguments, which may hold secrets."""
-    words = arguments.decode(errors="replace").split("\0")
-    return " ".join(words[: 3 if words[1:2] == ["-m"] else 2])[:120]
+    return Devices(nodes, closed, num_pci_chips(), holders, num_hidden, probed, problem)
 
 
 def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
@@ -189,10 +153,12 @@ def judge_devices(devices: Devices, config: Config) -> Finding:
     if hw.device == "tpu" and not devices.nodes:
         remedy = "the runtime version does not suit the chip: create the VM again with the one of runtime_version"
         return failed(f"{devices.num_pci_chips} chips, and no driver is bound to them", remedy)
+    if devices.problem is not None:
+        return failed(*devices.problem)
     if devices.closed_nodes:
         return failed(f"{', '.join(devices.closed_nodes)} may not be opened", "run as root, or as the user who owns it")
     if devices.holders:
-        return _holders_text(devices.holders)
+        return failed(held_text(devices.holders), kill_text(devices.holders))
     chips = hw.num_devices // hw.num_hosts
     if hw.num_hosts > 1 and len(devices.nodes) != chips:
         seen = f"{len(devices.nodes)} chips, and a host of hw={hw.name} has {chips}"
@@ -217,18 +183,8 @@ def _is_certain(probed: Probed, *, hw: HwConfig) -> bool:
     return probed.kind.lower() != hw.device or probed.total != 2.0
 
 
-def _holders_text(holders: Sequence[Holder]) -> Finding:
-    held: dict[int, list[Holder]] = {}
-    for holder in holders:
-        held.setdefault(holder.pid, []).append(holder)
-    seen = "; ".join(
-        f"process {pid} ({same[0].command}) holds {', '.join(h.node for h in same)}" for pid, same in held.items()
-    )
-    return failed(seen, f"wait for its end, or end it: `kill {' '.join(map(str, held))}`")
-
-
 def _is_busy(error: str) -> bool:
-    return "busy" in error or "in use" in error
+    return bool(BUSY.search(error)) or "busy" in error or "in use" in error
 
 
 def _judge_probed(probed: Probed, *, hw: HwConfig, num_nodes: int, num_hidden: int) -> Finding:
@@ -260,9 +216,9 @@ def _judge_probed(probed: Probed, *, hw: HwConfig, num_nodes: int, num_hidden: i
 def _remedy_of(error: str, *, hw: HwConfig) -> str:
     """Return what to do about devices that did not start."""
     if _is_busy(error):
-        return "find the holder: `sudo lsof -w /dev/vfio/* /dev/accel*`, and end it"
-    if "worker_addresses" in error or "worker addresses" in error or "SliceBuilder" in error:
-        return f"`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`); {RESTART}"
+        return FIND_HOLDER
+    if ADDRESSES.search(error):
+        return UNSET_ADDRESSES
     if hw.device == "cuda" and "NVIDIA driver" in error:
         return "no GPU here, or no driver: `nvidia-smi` must list it; use hw=cpu on a machine without"
     if hw.device == "cuda" and "not compiled with CUDA" in error:
@@ -314,18 +270,6 @@ def judge_memlock(memlock: Memlock, config: Config) -> Finding:
         "`* - memlock unlimited` in /etc/security/limits.conf and a new login"
     )
     return failed(seen, remedy)
-
-
-def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
-    """Return the file's owner and, from /proc/locks, the locking process; the file is not touched."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return LockFile(False)
-    fields = [line.split() for line in locks.read_text().splitlines()] if locks.exists() else []
-    inode = f":{status.st_ino}"
-    pids = [int(row[4]) for row in fields if len(row) > 5 and row[1] != "->" and row[5].endswith(inode)]
-    return LockFile(True, status.st_uid, os.access(path, os.R_OK | os.W_OK), pids[0] if pids else None)
 
 
 def judge_lock_file(lock: LockFile, config: Config) -> Finding:

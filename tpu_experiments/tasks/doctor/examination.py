@@ -8,6 +8,8 @@ from typing import Any
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
+from tpu_experiments.runtime.processes.chips import inspect_lock_file
+from tpu_experiments.runtime.processes.variables import exported_variables
 from tpu_experiments.tasks.doctor import cloud, devices, places, software, sources
 from tpu_experiments.tasks.doctor.finding import Finding, Verdict, failed, not_checked
 
@@ -37,10 +39,10 @@ def _on_machine(inspect: Callable[[], Any]) -> Callable[[Config, DoctorTaskConfi
 CHECKS = (
     Check("settings", _on_config(places.inspect_settings), places.judge_settings),
     Check("versions", _on_config(software.inspect_software), software.judge_versions),
-    Check("variables", _on_machine(software.inspect_variables), software.judge_variables),
+    Check("variables", _on_machine(exported_variables), software.judge_variables),
     Check("flags", _on_config(software.inspect_flags), software.judge_flags),
     Check("runtime_version", _on_machine(cloud.inspect_machine), cloud.judge_runtime_version),
-    Check("lock_file", _on_machine(devices.inspect_lock_file), devices.judge_lock_file),
+    Check("lock_file", _on_machine(inspect_lock_file), devices.judge_lock_file),
     Check("memlock", _on_machine(devices.inspect_memlock), devices.judge_memlock),
     Check("devices", devices.inspect_devices, devices.judge_devices, if_timed_out="failed"),
     Check("chip_memory", _on_config(sources.inspect_chip_memory), sources.judge_chip_memory),

@@ -1,7 +1,5 @@
 """Check versions against the repository's requirements, and exported variables that mislead a run."""
 
-import math
-import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.tuned import tuned
 from tpu_experiments.runtime.patches import WRITTEN_FOR, fits
 from tpu_experiments.runtime.processes.env import exported_flags
+from tpu_experiments.runtime.processes.variables import stray_variables
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -136,37 +135,13 @@ def _installed(name: str) -> str | None:
         return None
 
 
-COUNTS = ("PJRT_LOCAL_PROCESS_COUNT", "TPU_NUM_DEVICES")
-BOUNDS = ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
-TYPES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
-DEBUG = ("XLA_IR_DEBUG", "XLA_HLO_DEBUG")
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-OVERWRITTEN = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
-CHIP_BOUNDS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
-"""Chips of a host by their number, as libtpu lays them out."""
-PROCESSES = ("TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID")
-"""What torch_xla sets for each process of one chip, unless it is exported: Kaggle exports the first as `local`."""
-HOST = ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
-KNOWN = (*COUNTS, *BOUNDS, *TYPES, *DEBUG, *FLAGS, *OVERWRITTEN, *PROCESSES, *HOST, "XLA_USE_SPMD")
-
-
-def inspect_variables() -> dict[str, str]:
-    """Return the exported variables among `KNOWN`; no other is read, so no secret is."""
-    return {name: os.environ[name] for name in KNOWN if os.environ.get(name)}
-
-
 def judge_variables(exported: Mapping[str, str], config: Config) -> Finding:
     """Judge the variables that torch_xla 2.9 and libtpu read and the config does not control."""
-    hw = config.hw
-    if hw.runtime != "xla":
+    if config.hw.runtime != "xla":
         return ok("none that this runtime reads")
-    findings = [_judge_variable(name, value, hw=hw) for name, value in exported.items()]
-    if "TPU_SKIP_MDS_QUERY" in exported and "TPU_ACCELERATOR_TYPE" not in exported and hw.device == "tpu":
-        remedy = "export TPU_ACCELERATOR_TYPE, TPU_WORKER_ID, TPU_HOST_BOUNDS and TPU_CHIPS_PER_HOST_BOUNDS too"
-        findings.append(failed("TPU_SKIP_MDS_QUERY without TPU_ACCELERATOR_TYPE", remedy))
-    if hw.device == "tpu":
-        findings.append(_judge_bounds(exported, hw=hw))
-    return worst([finding for finding in findings if finding is not None] or [ok("none that would mislead the run")])
+    strays = stray_variables(exported, config.hw)
+    found = [(failed if each.is_fatal else warning)(each.seen, each.remedy) for each in strays]
+    return worst(found or [ok("none that would mislead the run")])
 
 
 def inspect_flags(config: Config) -> list[str]:
@@ -180,45 +155,3 @@ def judge_flags(flags: Sequence[str], config: Config) -> Finding:
     if config.hw.device != "tpu":
         return ok("none: libtpu is for a TPU")
     return ok(f"of two of one name the last counts: {' '.join(flags)}")
-
-
-def _judge_bounds(exported: Mapping[str, str], *, hw: HwConfig) -> Finding | None:
-    """Judge the bounds of hosts and of chips on a host, which a notebook service exports in place of metadata."""
-    hosts, chips = exported.get("TPU_HOST_BOUNDS", ""), exported.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
-    if not chips or (not hosts and hw.num_hosts > 1):
-        return None
-    try:
-        count = math.prod(int(part) for part in f"{hosts or '1,1,1'},{chips}".split(","))
-    except ValueError:
-        return None
-    if count >= hw.num_devices:
-        return None
-    seen = f"TPU_CHIPS_PER_HOST_BOUNDS={chips} TPU_HOST_BOUNDS={hosts} are {count} chips"
-    known = CHIP_BOUNDS.get(hw.num_devices // hw.num_hosts)
-    remedy = f"`export TPU_CHIPS_PER_HOST_BOUNDS={known}`" if known else "unset them"
-    return failed(f"{seen}, and hw={hw.name} has {hw.num_devices}", f"{remedy}, or choose the hw= of {count}")
-
-
-def _judge_variable(name: str, value: str, *, hw: HwConfig) -> Finding | None:
-    seen = f"{name}={value[:60]}"
-    if name in COUNTS or (name == "XLA_USE_SPMD" and hw.parallel != "spmd"):
-        return failed(seen, f"`unset {name}`: it falsifies the number of devices")
-    if name in BOUNDS and hw.device == "tpu" and hw.num_devices > 1:
-        return failed(seen, f"`unset {name}`: it gives this run fewer chips than hw.num_devices={hw.num_devices}")
-    if name in PROCESSES and hw.device == "tpu" and hw.parallel == "spawn":
-        why = "each process of one chip inherits it and dies (`Expected 8 worker addresses, got 1`)"
-        return failed(seen, f"`unset {name}`, or use hw.parallel=spmd: {why}")
-    if name in TYPES:
-        return warning(seen, f"`unset {name}`: it changes data types behind the program; use model.dtype=")
-    if name in DEBUG and hw.device == "tpu":
-        return warning(
-            seen,
-            f"`unset {name}`: it changes the keys of the compile cache, so nothing in it is found",
-        )
-    if name in FLAGS:
-        unknown = "a flag that XLA does not know ends the process" if name == "XLA_FLAGS" else "libtpu aborts on others"
-        return warning(seen, f"`unset {name}` unless you mean it, or use hw.libtpu_flags=: {unknown}")
-    mine = {"PJRT_DEVICE": hw.device.upper(), "CPU_NUM_DEVICES": str(hw.num_devices)}
-    if name in OVERWRITTEN and value != mine[name] and not (name == "CPU_NUM_DEVICES" and hw.device != "cpu"):
-        return warning(seen, f"`unset {name}`: the run sets it to {mine[name]} itself, your other programs see yours")
-    return None

@@ -14,7 +14,8 @@ from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
 from tpu_experiments.planning.search import overlay_yaml
 from tpu_experiments.planning.stored_plans import PLAN_FILE, PLANS, compiled_folder
-from tpu_experiments.runtime.processes.env import compile_cache_folder, tpu_present
+from tpu_experiments.runtime.processes.chips import tpu_present
+from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.runtime.tpu import planned
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.plan.formulas import arch_of

@@ -1,0 +1,114 @@
+"""TPU chips of this machine: on the PCI bus, as device nodes, and which processes hold them. Nothing is initialised."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GOOGLE_PCI_VENDOR = "0x1ae0"
+# The same ids as torch_xla 2.9, _internal/tpu.py: v2/v3, v4, v5p, v5e, v6e, v7x.
+TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+LOCK_FILE = Path("/tmp/libtpu_lockfile")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that has a device node open."""
+
+    pid: int
+    command: str
+    node: str
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """State of libtpu's /tmp/libtpu_lockfile."""
+
+    is_there: bool
+    owner: int = 0
+    is_writable: bool = True
+    holder: int | None = None
+    """Id of the process that has locked it."""
+
+
+def tpu_present() -> bool:
+    """Return whether this host has a TPU chip: a Google PCI device, or the device nodes in a container."""
+    return num_pci_chips() > 0 or bool(device_nodes())
+
+
+def num_chips_present() -> int | None:
+    """Return the number of TPU chips of this host; None where none are found."""
+    return len(device_nodes()) or num_pci_chips() or None
+
+
+def num_pci_chips(bus: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Return the number of TPU chips on the PCI bus, including those without a driver."""
+    count = 0
+    for vendor in bus.glob("*/vendor"):
+        device = (vendor.parent / "device").read_text().strip()
+        count += vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in TPU_PCI_DEVICES
+    return count
+
+
+def device_nodes(root: Path = Path("/dev")) -> tuple[str, ...]:
+    """Return the nodes of TPU chips, one per chip, without /dev/vfio/vfio (the container interface).
+
+    v2 to v4 have /dev/accel0 and so on, v5e and later /dev/vfio/0 and so on. The latter are any device that is handed
+    to a virtual machine, a GPU too: they count beside a TPU on the PCI bus, or where a container's maker says by
+    TPU_ACCELERATOR_TYPE that there is one.
+    """
+    found = list(root.glob("accel[0-9]*"))
+    if num_pci_chips() or os.environ.get("TPU_ACCELERATOR_TYPE"):
+        found += root.glob("vfio/[0-9]*")
+    return tuple(sorted(str(node) for node in found))
+
+
+def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tuple[Holder, ...], int]:
+    """Return the other processes that have a node open, and how many processes could not be inspected."""
+    holders, num_hidden = [], 0
+    for folder in proc.glob("[0-9]*"):
+        if int(folder.name) == os.getpid():
+            continue
+        try:
+            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
+            command = _program((folder / "cmdline").read_bytes())
+        except PermissionError:
+            num_hidden += 1
+            continue
+        except (FileNotFoundError, ProcessLookupError):  # it has ended or closed the file meanwhile
+            continue
+        holders += [Holder(int(folder.name), command, node) for node in nodes if node in opened]
+    return tuple(holders), num_hidden
+
+
+def _program(arguments: bytes) -> str:
+    """Return `python train.py` or `python -m package`, without further arguments, which may hold secrets."""
+    words = arguments.decode(errors="replace").split("\0")
+    return " ".join(words[: 3 if words[1:2] == ["-m"] else 2])[:120]
+
+
+def held_text(holders: Sequence[Holder]) -> str:
+    """Return which process holds which nodes, for a sentence."""
+    held: dict[int, list[Holder]] = {}
+    for holder in holders:
+        held.setdefault(holder.pid, []).append(holder)
+    return "; ".join(
+        f"process {pid} ({same[0].command}) holds {', '.join(each.node for each in same)}" for pid, same in held.items()
+    )
+
+
+def kill_text(holders: Sequence[Holder]) -> str:
+    """Return how to end the processes, for a sentence."""
+    return f"wait for its end, or end it: `kill {' '.join(str(pid) for pid in dict.fromkeys(h.pid for h in holders))}`"
+
+
+def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:
+    """Return the file's owner and, from /proc/locks, the locking process; the file is not touched."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return LockFile(False)
+    fields = [line.split() for line in locks.read_text().splitlines()] if locks.exists() else []
+    inode = f":{status.st_ino}"
+    pids = [int(row[4]) for row in fields if len(row) > 5 and row[1] != "->" and row[5].endswith(inode)]
+    return LockFile(True, status.st_uid, os.access(path, os.R_OK | os.W_OK), pids[0] if pids else None)
