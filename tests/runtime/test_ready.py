@@ -357,8 +357,21 @@ def host_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for number in range(4):
         (tmp_path / "vfio" / str(number)).touch()
     nodes = [str(tmp_path / "vfio" / str(number)) for number in range(4)]
-    monkeypatch.setattr(env, "device_nodes", lambda: tuple(nodes))
+    for module in (env, chips):
+        monkeypatch.setattr(module, "device_nodes", lambda: tuple(nodes))
     return nodes
+
+
+def test_one_chip_of_several_is_taken_unless_one_was_chosen(
+    host_of_four: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the commands that a run on all chips prints at its end: task=generate hw=v6e1."""
+    taken = env.variables(composed("hw=v6e1").hw)
+    assert taken["TPU_VISIBLE_CHIPS"] == "0"
+    assert taken["TPU_PROCESS_BOUNDS"] == taken["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+    assert "TPU_VISIBLE_CHIPS" not in env.variables(composed("hw=v6e4").hw)
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "2")
+    assert "TPU_VISIBLE_CHIPS" not in env.variables(composed("hw=v6e1").hw)
 
 
 def test_a_point_of_a_sweep_starts_beside_the_others(host_of_four: list[str]) -> None:
@@ -369,6 +382,7 @@ def test_a_point_of_a_sweep_starts_beside_the_others(host_of_four: list[str]) ->
         assert process.stdout is not None
         process.stdout.readline()
         env.require_free_chips(composed("hw=v6e1").hw, seconds=0)
+        assert env.variables(composed("hw=v6e1").hw)["TPU_VISIBLE_CHIPS"] == "3"
         with pytest.raises(
             ConfigError, match=rf"takes 4 of this host's 4 chips, and 1 are free: process {process.pid} "
         ):

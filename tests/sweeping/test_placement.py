@@ -6,8 +6,9 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.runtime.processes.chips import chip_variables
 from tpu_experiments.sweeping import placement
-from tpu_experiments.sweeping.placement import Place, check_places, chip_variables, place_of, share_of_cores
+from tpu_experiments.sweeping.placement import Place, check_places, place_of, share_of_cores
 
 KAGGLE = {"TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1", "TPU_HOST_BOUNDS": "1,1,1", "TPU_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 

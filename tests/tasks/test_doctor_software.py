@@ -9,8 +9,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime import patches
 from tpu_experiments.runtime.patches import TORCHTPU
 from tpu_experiments.runtime.processes import variables
+from tpu_experiments.runtime.processes.chips import chip_variables
 from tpu_experiments.runtime.processes.env import exported_flags
-from tpu_experiments.sweeping.placement import chip_variables
 from tpu_experiments.tasks.doctor import cloud, software
 
 TORCH = software.Package("torch", "==2.9.0", "2.9.0+cpu")

@@ -5,12 +5,9 @@ from dataclasses import dataclass, field
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.processes.chips import num_chips_present
+from tpu_experiments.runtime.processes.chips import chip_variables, num_chips_present
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import paths
-
-FIRST_PORT = 8476  # libtpu's default, torch_xla 2.9 _internal/tpu.py
-ONE_CHIP = "1,1,1"
 
 
 @dataclass(frozen=True)
@@ -42,34 +39,6 @@ def place_of(slot: int, config: Config) -> Place:
     if config.hw.device == "tpu":
         return Place(env=chip_variables(slot), overrides=own_cache(slot, config))
     return Place(cores=share_of_cores(slot, count=count, usable=os.sched_getaffinity(0)))
-
-
-def chip_variables(chip: int) -> dict[str, str]:
-    """Return the environment of a process that has one chip of the host and no peers.
-
-    Skye Wanderman-Milne, https://gist.github.com/skye/f82ba45d2445bb19d53545538754f9a3: bounds 1,1,1 and a port of its
-    own ("non-communicating processes"). Without the bounds libtpu locks the whole host. The former names of the
-    settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`), which containers export (Kaggle, Colab, GKE), are set as
-    well where they exist. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, which
-    keeps these values.
-    """
-    port = str(FIRST_PORT + chip)
-    values = {
-        "TPU_VISIBLE_CHIPS": str(chip),
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": ONE_CHIP,
-        "TPU_PROCESS_BOUNDS": ONE_CHIP,
-        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
-        "TPU_PROCESS_PORT": port,
-        "CLOUD_TPU_TASK_ID": "0",
-    }
-    former = {
-        "TPU_VISIBLE_DEVICES": str(chip),
-        "TPU_CHIPS_PER_HOST_BOUNDS": ONE_CHIP,
-        "TPU_HOST_BOUNDS": ONE_CHIP,
-        "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}",
-        "TPU_MESH_CONTROLLER_PORT": port,
-    }
-    return values | {name: value for name, value in former.items() if name in os.environ}
 
 
 def own_cache(slot: int, config: Config) -> tuple[str, ...]:

@@ -9,6 +9,10 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 # The same ids as torch_xla 2.9, _internal/tpu.py: v2/v3, v4, v5p, v5e, v6e, v7x.
 TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 LOCK_FILE = Path("/tmp/libtpu_lockfile")
+FIRST_PORT = 8476  # libtpu's default, torch_xla 2.9 _internal/tpu.py
+ONE_CHIP = "1,1,1"
+VISIBLE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICE_PATHS")
+"""Variables that give a process some of its host's chips."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,47 @@ def _program(arguments: bytes) -> str:
     """Return `python train.py` or `python -m package`, without further arguments, which may hold secrets."""
     words = arguments.decode(errors="replace").split("\0")
     return " ".join(words[: 3 if words[1:2] == ["-m"] else 2])[:120]
+
+
+def one_of_several() -> dict[str, str]:
+    """Return the environment with which a process takes one chip of a host that has more, the first that is free.
+
+    Empty on a host of one chip, and where an exported variable has chosen chips.
+    """
+    nodes, count = device_nodes(), num_chips_present() or 1
+    if count == 1 or any(os.environ.get(name) for name in VISIBLE):
+        return {}
+    held = {holder.node for holder in holders_of(nodes)[0]} if nodes else set()
+    free = [number for number, node in enumerate(nodes) if node not in held]
+    return chip_variables(free[0] if free else 0)
+
+
+def chip_variables(chip: int) -> dict[str, str]:
+    """Return the environment of a process that has one chip of the host and no peers.
+
+    Skye Wanderman-Milne, https://gist.github.com/skye/f82ba45d2445bb19d53545538754f9a3: bounds 1,1,1 and a port of its
+    own ("non-communicating processes"). Without the bounds libtpu locks the whole host. The former names of the
+    settings (`HOST` for `PROCESS`, `DEVICES` for `CHIPS`), which containers export (Kaggle, Colab, GKE), are set as
+    well where they exist. torch_xla's own `configure_one_chip_topology` sets the first three by setdefault, which
+    keeps these values.
+    """
+    port = str(FIRST_PORT + chip)
+    values = {
+        "TPU_VISIBLE_CHIPS": str(chip),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": ONE_CHIP,
+        "TPU_PROCESS_BOUNDS": ONE_CHIP,
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "TPU_PROCESS_PORT": port,
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+    former = {
+        "TPU_VISIBLE_DEVICES": str(chip),
+        "TPU_CHIPS_PER_HOST_BOUNDS": ONE_CHIP,
+        "TPU_HOST_BOUNDS": ONE_CHIP,
+        "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}",
+        "TPU_MESH_CONTROLLER_PORT": port,
+    }
+    return values | {name: value for name, value in former.items() if name in os.environ}
 
 
 def held_text(holders: Sequence[Holder]) -> str:

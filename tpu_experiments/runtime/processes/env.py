@@ -10,7 +10,14 @@ import time
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.schema import Config
-from tpu_experiments.runtime.processes.chips import device_nodes, held_text, holders_of, kill_text, tpu_present
+from tpu_experiments.runtime.processes.chips import (
+    device_nodes,
+    held_text,
+    holders_of,
+    kill_text,
+    one_of_several,
+    tpu_present,
+)
 from tpu_experiments.runtime.processes.libtpu import libtpu_problem
 from tpu_experiments.runtime.processes.metadata import metadata_problem
 from tpu_experiments.runtime.processes.variables import exported_variables, refusal_of, stray_variables
@@ -169,6 +176,8 @@ def variables(hw: HwConfig) -> dict[str, str]:
         values |= {**of_torchtpu(), "JAX_PLATFORMS": "tpu,cpu" if hw.device == "tpu" else "cpu"}
         if hw.device == "cpu" and hw.parallel == "spmd":
             values["JAX_NUM_CPU_DEVICES"] = str(hw.num_devices // hw.num_hosts)
+    if hw.device == "tpu" and hw.num_devices == 1:
+        values |= one_of_several()
     flags = flags_of(hw, exported=exported_flags())
     return values | hw.env | ({LIBTPU_INIT_ARGS: " ".join(flags)} if flags else {})
 

@@ -2,7 +2,7 @@
 
 What would end a run, leave it waiting or change its numbers is refused; what is only odd is a warning. Colab, Kaggle
 and GKE export TPU_SKIP_MDS_QUERY, TPU_ACCELERATOR_TYPE, TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and the bounds of hosts,
-which are right; a sweep gives its points TPU_VISIBLE_CHIPS and bounds of one chip (sweeping/placement.py).
+which are right; a sweep gives its points TPU_VISIBLE_CHIPS and bounds of one chip (chips.py).
 """
 
 import math
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.runtime.processes.chips import VISIBLE
 from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS
 
 COUNTS = ("PJRT_LOCAL_PROCESS_COUNT", "PJRT_LOCAL_PROCESS_RANK", "TPU_NUM_DEVICES")
-VISIBLE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICE_PATHS")
 BOUNDS = ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
 NUMBERS = {
     "XLA_USE_BF16": "float32 is computed in bfloat16; use model.dtype=",

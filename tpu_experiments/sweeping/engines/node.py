@@ -115,7 +115,7 @@ def environment(own: Mapping[str, str], *, given: Mapping[str, str], device: str
     values |= given
     chip = values.get("TPU_VISIBLE_CHIPS", "")
     if device == "tpu" and chip.isdecimal():  # one of several chips, which Ray chose
-        from tpu_experiments.sweeping.placement import chip_variables
+        from tpu_experiments.runtime.processes.chips import chip_variables
 
         values |= chip_variables(int(chip))
     return values

@@ -110,7 +110,7 @@ def probe(hw: HwConfig, *, timeout_seconds: float) -> Probed:
 def alone_on_slice(hw: HwConfig) -> dict[str, str]:
     """Return the variables with which libtpu starts this host's chips without the slice's other hosts.
 
-    A run waits for those (pytorch/xla issue 7714). As sweeping/placement.py does for one chip: all that says which
+    A run waits for those (pytorch/xla issue 7714). As chip_variables does for one chip: all that says which
     process of how many this is has to agree, or hosts other than the first are out of bounds. Never run on a slice.
     """
     chips = hw.num_devices // hw.num_hosts
