@@ -36,7 +36,7 @@ SPMD = ("XLA_USE_SPMD", "XLA_AUTO_SPMD")
 SWITCHES = (*NUMBERS, *WITHOUT_EFFECT, *DEBUG, *SPMD)
 KNOWN = (
     *(*COUNTS, *VISIBLE, *BOUNDS, *SWITCHES, *FLAGS, *OVERWRITTEN, *PROCESSES, *HOST),
-    *("XLA_ENABLE_PARAM_ALIASING", "PJRT_DYNAMIC_PLUGINS"),
+    "XLA_ENABLE_PARAM_ALIASING",
 )
 
 
@@ -119,8 +119,6 @@ def _odd_reason(name: str, value: str, *, hw: HwConfig) -> str | None:
         return f" unless you mean it, or use hw.libtpu_flags=: {unknown}"
     if name == "XLA_ENABLE_PARAM_ALIASING" and value.lower() in ("0", "false"):
         return ": a step then holds weights and optimizer twice"
-    if name == "PJRT_DYNAMIC_PLUGINS":
-        return " unless you mean it: other plugins than libtpu are loaded"
     mine = {"PJRT_DEVICE": hw.device.upper(), "CPU_NUM_DEVICES": str(hw.num_devices)}
     if name in OVERWRITTEN and value != mine[name] and not (name == "CPU_NUM_DEVICES" and hw.device != "cpu"):
         return f": the run sets it to {mine[name]} itself, your other programs see yours"
