@@ -47,6 +47,12 @@ else:
         import ensurepip, venv
     except ImportError:
         problem = "venv"
+    else:
+        try:
+            import ctypes
+            ctypes.CDLL("libpython%d.%d.so.1.0" % tuple(sys.version_info[:2]))
+        except (ImportError, OSError):
+            problem = "libpython"
 print("%d.%d.%d %s %s" % (tuple(sys.version_info[:3]) + (problem, sys.executable)))
 '
 
@@ -129,7 +135,7 @@ check_disk() {
 
 # Sets python (its real path) and python_version; a pyenv shim can exist and fail, so each is run.
 find_python() {
-    local name facts problem path seen='' lacks_venv='' lacks_libc=''
+    local name facts problem path seen='' lacks_venv='' lacks_libc='' lacks_libpython=''
     local names=(python3.11 python3.12 python3.13 python3)
     [[ -z ${PYTHON:-} ]] || names=("$PYTHON")
     for name in "${names[@]}"; do
@@ -139,10 +145,16 @@ find_python() {
             -) python=$path && return ;;
             venv) lacks_venv=${lacks_venv:-$path ${python_version%.*}} ;;
             libc) lacks_libc=$path ;;
+            libpython) lacks_libpython=${lacks_libpython:-$path $python_version} ;;
             *) seen="$seen${seen:+, }$name is $python_version" ;;
         esac
     done
-    if [[ -n $lacks_venv ]]; then
+    if [[ -n $lacks_libpython ]]; then # Debian's and Ubuntu's python3.11 comes without it
+        python=${lacks_libpython% *} python_version=${lacks_libpython##* }
+        say "$python lacks libpython${python_version%.*}.so.1.0, which torch_xla loads; on Debian or Ubuntu run:" \
+            "apt-get install libpython${python_version%.*}; until then only hw.runtime=eager runs"
+        return
+    elif [[ -n $lacks_venv ]]; then
         die "${lacks_venv% *} cannot make virtual environments;" \
             "on Debian or Ubuntu run: apt-get install python${lacks_venv##* }-venv"
     elif [[ -n $lacks_libc ]]; then
@@ -151,7 +163,7 @@ find_python() {
     fi
     [[ -n $seen ]] || seen="none of these runs: ${names[*]}"
     die "needs Python 3.11, 3.12 or 3.13 ($seen);" \
-        "run apt-get install python3.11 python3.11-venv, or pyenv install 3.11," \
+        "run apt-get install python3.11 python3.11-venv libpython3.11, or pyenv install 3.11," \
         "or set PYTHON to one."
 }
 

@@ -50,18 +50,22 @@ read_words() {
 
 as_root() { if ((EUID == 0)); then "$@"; else sudo -n "$@"; fi; }
 
-# The images of TPU VMs are Ubuntu 22.04, whose own Python is 3.10.
+# The images of TPU VMs are Ubuntu 22.04, whose own Python is 3.10. torch_xla loads libpython, which python3.11 there
+# neither has built in nor depends on.
 ensure_python() {
     local name
+    local look='import ctypes, ensurepip, sys, venv; ctypes.CDLL("libpython%d.%d.so.1.0" % sys.version_info[:2])'
     for name in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13; do
-        ! "$name" -Ic 'import ensurepip, venv' 2>/dev/null || return 0
+        ! "$name" -Ic "$look" 2>/dev/null || return 0
     done
-    [[ -z ${PYTHON:-} ]] || die "$PYTHON cannot make virtual environments; set PYTHON to one that can."
+    [[ -z ${PYTHON:-} ]] ||
+        die "$PYTHON cannot make virtual environments, or has no shared libpython, which torch_xla loads;" \
+            "install what is missing (apt-get install python3.11-venv libpython3.11), or set PYTHON to another."
     command -v apt-get >/dev/null || return 0 # launch/local.sh says what is missing
     say "installing python3.11 with apt-get"
     as_root apt-get -qq -o DPkg::Lock::Timeout=300 update >&2 || true
     as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get -qq -o DPkg::Lock::Timeout=300 install -y python3.11 python3.11-venv >&2 ||
+        apt-get -qq -o DPkg::Lock::Timeout=300 install -y python3.11 python3.11-venv libpython3.11 >&2 ||
         die "python3.11 could not be installed; the lines above say why."
 }
 

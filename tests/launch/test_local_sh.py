@@ -56,7 +56,7 @@ def test_a_python_outside_the_range_is_named(checkout: Checkout, version: str) -
     result = checkout.run("true", PYTHON=str(python))
     assert result.returncode == 2
     assert f"{python} is {version}" in result.stderr
-    assert "apt-get install python3.11 python3.11-venv" in result.stderr
+    assert "apt-get install python3.11 python3.11-venv libpython3.11" in result.stderr
     assert not checkout.venv.exists()
 
 
@@ -65,6 +65,15 @@ def test_a_python_without_ensurepip_is_named(checkout: Checkout) -> None:
     result = checkout.run("true", PYTHON=str(python))
     assert result.returncode == 2
     assert f"apt-get install python3.{sys.version_info[1]}-venv" in result.stderr
+
+
+def test_a_python_without_its_shared_library_is_named(checkout: Checkout) -> None:
+    """Debian's and Ubuntu's own: torch_xla does not load in it."""
+    python = checkout.fake_python("static-python", "import ctypes; ctypes.CDLL = lambda name: open('/nowhere')")
+    result = checkout.run("true", PYTHON=str(python))
+    library = f"libpython3.{sys.version_info[1]}"
+    assert f"lacks {library}.so.1.0, which torch_xla loads; " in result.stderr
+    assert f"apt-get install {library}; until then only hw.runtime=eager runs" in result.stderr
 
 
 def test_another_libc_is_refused(checkout: Checkout) -> None:

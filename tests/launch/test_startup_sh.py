@@ -177,4 +177,4 @@ def test_python_is_installed_where_there_is_none(machine: VirtualMachine) -> Non
     machine.fake("apt-get", f"echo apt-get $* >&2; [ $4 = update ] || printf '{real}' > {place}")
     done = machine.run("hw=cpu", NO_LOOKS, PYTHON="")
     assert done.returncode == 0, done.stderr
-    assert "install -y python3.11 python3.11-venv" in done.stderr
+    assert "install -y python3.11 python3.11-venv libpython3.11" in done.stderr

@@ -142,7 +142,7 @@ def test_libtpu_compiles_what_a_run_sends(tmp_path: Path) -> None:
 
 FAILURES = {
     "compile": ("compile 2", RESOURCE_EXHAUSTED, OUT_OF_MEMORY_COMPILING),
-    "execute": ("execute 40", RESOURCE_EXHAUSTED, OUT_OF_MEMORY_EXECUTING),
+    "execute": ("execute 5", RESOURCE_EXHAUSTED, OUT_OF_MEMORY_EXECUTING),
 }
 
 
@@ -161,7 +161,7 @@ def test_out_of_memory_is_a_sentence_with_smaller_settings(kind: str, tmp_path: 
 def test_a_chip_that_is_lost_ends_the_run_in_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
     words = ["hw=v6e1", *TINY, "trainer.max_stage_steps=8", "checkpoint.every_steps=2", f"output_dir={tmp_path}"]
     text = "Device is unavailable: the TPU is in a bad state"
-    gone = {"REHEARSAL_FAIL": "gone 120", "REHEARSAL_FAIL_CODE": str(UNAVAILABLE), "REHEARSAL_FAIL_TEXT": text}
+    gone = {"REHEARSAL_FAIL": "gone 12", "REHEARSAL_FAIL_CODE": str(UNAVAILABLE), "REHEARSAL_FAIL_TEXT": text}
     done = rehearse(words, folder=tmp_path / "gone", variables=gone)
     assert done.code == 75, done.output[-3000:]  # what started it starts it again
     assert done.error.startswith("error: hw=v6e1; "), done.output[-3000:]

@@ -26,6 +26,14 @@ def test_a_missing_package_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPa
         patches.require_versions("no_such_package_of_ours")
 
 
+def test_a_python_without_its_shared_library_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patches.missing_library() is None
+    monkeypatch.setattr(patches.sys, "version_info", SimpleNamespace(major=3, minor=99))
+    with pytest.raises(ConfigError, match=r"^this Python has no shared library libpython3\.99\.so\.1\.0, "):
+        patches.require_versions("torch", "torch_xla")
+    patches.require_versions("torch")
+
+
 def test_an_attribute_is_put_back_whatever_happens() -> None:
     owner = SimpleNamespace(name=1)
     seen = []

@@ -62,6 +62,13 @@ def test_versions_fail_exactly_where_a_run_refuses(make_config, monkeypatch, nam
     assert verdict == ("ok" if refused is None else "failed"), refused
 
 
+def test_a_library_that_torch_xla_would_not_find(make_config):
+    lacking = software.Software((3, 11), NEEDED, "libpython3.11")
+    verdict, said = verdict_of(software.judge_versions(lacking, make_config()))
+    assert (verdict, "`apt-get install libpython3.11`" in said) == ("failed", True)
+    assert software.judge_versions(lacking, make_config("hw.runtime=eager")).verdict == "ok"
+
+
 def test_versions_that_this_hardware_does_not_need(make_config):
     plain = software.Software((3, 12), (replace(JAX, installed="0.7.3"), replace(JAXLIB, installed="0.7.3")))
     assert software.judge_versions(plain, make_config(*TPU, "model.attention=sdpa")).verdict == "warning"

@@ -5,6 +5,8 @@ and planning/compiler.py; so is what TorchTPU's public names lack (runtime/tpu/)
 imported, and nothing is replaced for longer than a `with` block.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +35,7 @@ def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: 
         lock: file of launch/ that has them.
 
     Raises:
-        ConfigError: a package is missing or of another version.
+        ConfigError: a package is missing or of another version, or torch_xla lacks a library.
     """
     found = {name: installed(name) for name in packages}
     wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if not fits(name, have, of=of)]
@@ -43,11 +45,27 @@ def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: 
             f"{' and '.join(wrong)}; this program uses private names that only other versions have: install {wanted}, "
             f"or let launch/local.sh make the environment from launch/{lock}."
         )
+    library = missing_library() if "torch_xla" in packages else None
+    if library is not None:
+        raise ConfigError(
+            f"this Python has no shared library {library}.so.1.0, which torch_xla loads; on Debian or Ubuntu run "
+            f"`apt-get install {library}`, or use hw.runtime=eager."
+        )
 
 
 def fits(package: str, found: str | None, *, of: Mapping[str, str] = WRITTEN_FOR) -> bool:
     """Return whether private names hold for a version, given without its build, of a package."""
     return found == of[package] or (of is WRITTEN_FOR and found in ALSO_FIT.get(package, ()))
+
+
+def missing_library() -> str | None:
+    """Return the shared library of this Python, as `libpython3.11`, where torch_xla would not find it; else None."""
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}"
+    try:
+        ctypes.CDLL(f"{name}.so.1.0")
+    except OSError:
+        return name
+    return None
 
 
 def installed(package: str) -> str | None:

@@ -30,6 +30,7 @@ def launch(main: Main, config: Config, *args: Any) -> None:
     if config.hw.parallel != "spawn":
         main(make_runtime(config), config, *args)
     elif config.hw.runtime == "xla":
+        require_versions("torch", "torch_xla")
         import torch_xla
 
         with signals_for_children() as ticket:

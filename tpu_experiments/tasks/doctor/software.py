@@ -13,7 +13,7 @@ from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.hardware import HwConfig, flags_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.tuned import tuned
-from tpu_experiments.runtime.patches import WRITTEN_FOR, fits
+from tpu_experiments.runtime.patches import WRITTEN_FOR, fits, missing_library
 from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.runtime.processes.variables import stray_variables
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
@@ -50,6 +50,8 @@ class Software:
 
     python: tuple[int, int]
     packages: tuple[Package, ...]
+    missing_library: str | None = None
+    """Shared library of this Python that torch_xla loads and does not find, as `libpython3.11`."""
 
 
 def inspect_software(config: Config) -> Software:
@@ -64,12 +66,15 @@ def inspect_software(config: Config) -> Software:
     for line in wanted:
         requirement = Requirement(line)
         packages.append(Package(requirement.name, str(requirement.specifier), _installed(requirement.name)))
-    return Software((sys.version_info.major, sys.version_info.minor), tuple(packages))
+    return Software((sys.version_info.major, sys.version_info.minor), tuple(packages), missing_library())
 
 
 def judge_versions(software: Software, config: Config) -> Finding:
     """Judge Python, torch and torch_xla, libtpu and jax where a TPU needs them, and all other packages."""
     hw, findings = config.hw, []
+    if software.missing_library and hw.runtime == "xla":
+        library = software.missing_library
+        findings.append(failed(f"no {library}.so.1.0, which torch_xla loads", f"`apt-get install {library}`"))
     jax = next((package.installed for package in software.packages if package.name == "jax"), None)
     if not (3, 11) <= software.python < (3, 14):
         shown = ".".join(map(str, software.python))
