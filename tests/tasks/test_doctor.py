@@ -163,6 +163,24 @@ def test_locked_memory(make_config, memlock, expected, words):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected", "words"),
+    [
+        ("[always] madvise never\n", "ok", "always"),
+        ("always [madvise] never\n", "warning", "set to madvise, so the TPU starts and ends more slowly"),
+        ("always madvise [never]\n", "warning", "'echo always >/sys/kernel/mm/transparent_hugepage/enabled'`"),
+        (None, "not checked", "does not say"),
+    ],
+)
+def test_transparent_hugepages(make_config, tmp_path, text, expected, words):
+    if text is not None:
+        (tmp_path / "enabled").write_text(text)
+    chosen = devices.inspect_hugepages(tmp_path / "enabled")
+    verdict, said = verdict_of(devices.judge_hugepages(chosen, make_config(*TPU)))
+    assert (verdict, words in said) == (expected, True)
+    assert devices.judge_hugepages(chosen, make_config()).verdict == "ok"
+
+
+@pytest.mark.parametrize(
     ("storage", "expected", "words"),
     [
         (places.Storage("gs://bkt/runs", 0.08, 0.03, "overwrites"), "ok", "append overwrites, which no run does there"),
