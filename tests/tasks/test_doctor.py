@@ -43,6 +43,8 @@ CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0,
          "processes.probe xla tpu`; in a notebook, restart the session"),
         (replace(CHIPS, probed=devices.Probed(error="Invalid --2a886c8_slice_builder_worker_addresses specified.")),
          "failed", "`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`)"),
+        (replace(CHIPS, probed=devices.Probed(error="TPU initialization failed: Failed to connect to [::]:8353")),
+         "failed", "| a container needs its host's network: `docker run --network=host`"),
         (replace(CHIPS, probed=replace(PROBED, kind="CPU")), "failed", "fell back to CPU"),
         (replace(CHIPS, probed=replace(PROBED, total=3.0)), "failed", "1 + 1 is 3.0"),
         (

@@ -641,7 +641,8 @@ def _local_folder(model: ModelConfig) -> Path:
         if NO_SPACE.search(str(error)):
             raise ConfigError(
                 f"model.path={model.path}; its weights do not fit on the disk of the Hub's cache "
-                f"({constants.HF_HUB_CACHE}), which is full; free some space, or `export HF_HOME=FOLDER` of a larger disk."
+                f"({constants.HF_HUB_CACHE}), which is full; free some space, or `export HF_HOME=FOLDER` of a larger "
+                "disk."
             ) from error
         raise ConfigError(
             f"model.path={model.path}; not a local folder, and the Hub did not give it ({type(error).__name__}); "

@@ -25,9 +25,9 @@ from tpu_experiments.runtime.processes.chips import (
     num_pci_chips,
 )
 from tpu_experiments.runtime.processes.env import variables
-from tpu_experiments.runtime.processes.faults import ADDRESSES, BUSY, FIND_HOLDER, RESTART, UNSET_ADDRESSES
+from tpu_experiments.runtime.processes.faults import ADDRESSES, BUSY, FIND_HOLDER, NO_NETWORK, RESTART, UNSET_ADDRESSES
 from tpu_experiments.runtime.processes.libtpu import libtpu_problem
-from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, metadata_problem
+from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, HOST_NETWORK, metadata_problem
 from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, not_checked, ok, shown_gb, warning
 
 REPOSITORY = Path(__file__).parents[3]
@@ -220,6 +220,8 @@ def _remedy_of(error: str, *, hw: HwConfig) -> str:
         return FIND_HOLDER
     if ADDRESSES.search(error):
         return UNSET_ADDRESSES
+    if NO_NETWORK.search(error):
+        return HOST_NETWORK
     if hw.device == "cuda" and "NVIDIA driver" in error:
         return "no GPU here, or no driver: `nvidia-smi` must list it; use hw=cpu on a machine without"
     if hw.device == "cuda" and "not compiled with CUDA" in error:
