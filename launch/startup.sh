@@ -25,7 +25,7 @@ absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac
 lock=$(absolute "${TPU_EXPERIMENTS_LOCK:-$here/requirements.lock}")
 venv=$(absolute "${TPU_EXPERIMENTS_VENV:-$root/.venv}")
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tpu_experiments
-checks=versions,variables,runtime_version,lock_file,memlock,devices,disk,compile_cache
+checks=versions,variables,runtime_version,lock_file,memlock,hugepages,devices,disk,compile_cache
 overrides=() command=()
 
 inside() { bash "$here/local.sh" "$@"; }
@@ -67,6 +67,16 @@ ensure_python() {
     as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get -qq -o DPkg::Lock::Timeout=300 install -y python3.11 python3.11-venv libpython3.11 >&2 ||
         die "python3.11 could not be installed; the lines above say why."
+}
+
+# A v5e or later TPU starts and ends sooner with large pages for all memory (jax, cloud_tpu_init.py). A container may not
+# change them: then task=doctor says what to do on its host.
+enable_hugepages() {
+    local setting=/sys/kernel/mm/transparent_hugepage/enabled
+    [[ -f $setting && $(<"$setting") != '[always]'* ]] || return 0
+    grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor || return 0 # Google's, and below its chips from v5e on
+    grep -qsxE '0x(0063|006f|0076)' /sys/bus/pci/devices/*/device || return 0
+    ! as_root sh -c "echo always >$setting" 2>/dev/null || say "transparent hugepages enabled"
 }
 
 sha_of() { sha256sum <"$1" | cut -d ' ' -f 1; }
@@ -120,6 +130,7 @@ install_cpu_torch() {
 prepare() {
     local started=$SECONDS hw='' word
     ensure_python
+    enable_hugepages
     [[ -z ${TPU_EXPERIMENTS_TORCH_INDEX:-} ]] || is_made || install_cpu_torch
     inside true
     say "environment ready after $((SECONDS - started)) s"

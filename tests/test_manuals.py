@@ -20,6 +20,7 @@ MANUALS = sorted(
     if not {".venv", "outputs", ".git", "node_modules"} & set(file.relative_to(REPOSITORY).parts)
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)(?:::(\w+))?`")
 FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 PLACEHOLDERS = {"...", "$JOB"}
 FLAGS_OF_HYDRA = {"-m", "--multirun", "--resolve", "--help", "--cfg", "job"}
@@ -81,6 +82,16 @@ def first_point(words: list[str]) -> list[str]:
 def test_every_link_and_anchor_leads_somewhere() -> None:
     assert len(MANUALS) > 4
     assert [problem for file in MANUALS for problem in broken_links(file)] == []
+
+
+def test_tests_that_manuals_name_are_there() -> None:
+    missing = []
+    for file in MANUALS:
+        for path, name in TEST.findall(file.read_text(encoding="utf-8")):
+            found = REPOSITORY / path
+            if not found.is_file() or (name and f"def {name}(" not in found.read_text(encoding="utf-8")):
+                missing.append(f"{name_of(file)}: {path}::{name}")
+    assert not missing
 
 
 def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import zipfile
@@ -41,6 +42,45 @@ def test_a_bare_machine_becomes_ready_and_stays_so(machine: VirtualMachine) -> N
     assert "launch/local.sh" not in second.stderr
     assert "launch/startup.sh: ready after" in second.stderr
     assert sorted(path.name for path in machine.root.iterdir() if path.name.startswith(".")) == [".venv", ".venv.lock"]
+
+
+NAMESPACE = r"""
+set -e
+mount --make-rprivate /
+mount -t tmpfs none /sys/bus/pci/devices
+mkdir /sys/bus/pci/devices/0000:00:05.0
+echo 0x1ae0 >/sys/bus/pci/devices/0000:00:05.0/vendor
+echo "$2" >/sys/bus/pci/devices/0000:00:05.0/device
+mount --bind "$1" /sys/kernel/mm/transparent_hugepage/enabled
+shift 2
+exec "$@"
+"""
+"""Shell script that runs a command where the kernel's setting is a file and the PCI bus has one device of Google."""
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [
+        ("0x006f", "always [madvise] never\n", "always\n"),
+        ("0x006f", "[always] madvise never\n", "[always] madvise never\n"),
+        ("0x0042", "always [madvise] never\n", "always [madvise] never\n"),
+    ],
+    ids=["v6e", "set before", "network card"],
+)
+def test_a_tpu_vm_takes_large_pages(
+    shared: VirtualMachine, tmp_path: Path, device: str, before: str, after: str
+) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text(before)
+    host = ["unshare", "--mount", "sh", "-c", NAMESPACE, "sh", str(setting), device]
+    if subprocess.run([*host, "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no mount namespace, or the kernel has no such setting")
+    script = str(shared.root / "launch" / "startup.sh")
+    command = [*host, "bash", script, "hw=cpu", NO_LOOKS]
+    done = subprocess.run(command, env=shared.environ(), cwd="/", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert setting.read_text() == after
+    assert ("transparent hugepages enabled" in done.stderr) == (before != after)
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """Checkpoints that transformers wrote load with the same weights and the same logits; broken ones end in a sentence."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.hub import REPOSITORY, HubServer
+from tests.io.test_refusing_places import mounted
 from tests.training.tiny import ARCHITECTURES
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
@@ -243,6 +248,26 @@ def test_a_hub_id_while_offline():
     message = refused("nobody/nothing-at-all")
     assert "not a local folder, and the Hub did not give it" in message
     assert "set model.path=FOLDER" in message
+
+
+def test_a_disk_that_is_full_before_the_weights_are_here(qwen, tmp_path):
+    """It is not the login that is missing; the disk of a TPU VM has 100 GB."""
+    code = (
+        "from tpu_experiments.config.errors import ConfigError\n"
+        "from tpu_experiments.config.model_schema import ModelConfig\n"
+        "from tpu_experiments.models.huggingface import HuggingFaceModel\n"
+        f"try: HuggingFaceModel(ModelConfig(name='x', path={REPOSITORY!r}), seed=0)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    with mounted(tmp_path / "disk", "size=16k") as disk, HubServer(qwen) as hub:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env={**os.environ, **hub.environment(disk)}, capture_output=True, text=True, check=True
+        )
+    assert done.stdout == (
+        f"model.path={REPOSITORY}; its weights do not fit on the disk of the Hub's cache ({disk}/hub), which is full; "
+        "free some space, or `export HF_HOME=FOLDER` of a larger disk.\n"
+    )
 
 
 def test_the_config_is_that_of_the_folder(qwen):

@@ -27,6 +27,8 @@ KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
 PCI_DEVICES = {"v5e": "0x0063", "v6e": "0x006f"}
 ACCELERATORS = {"v5e": "v5litepod", "v6e": "v6e"}
 BOUNDS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
+TRANSLATOR = (sys.executable, "-W", "ignore:Transparent hugepages are not enabled")
+"""Python without jax's warning, which would be in the output of the run."""
 OUT_OF_MEMORY_COMPILING = (
     "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.73G of 15.75G hbm. Exceeded hbm "
     "capacity by 4.98G."
@@ -99,7 +101,7 @@ class Machine:
             "REHEARSAL_KIND": KINDS[self.generation],
             "REHEARSAL_HBM": str(self.hbm_bytes),
             "REHEARSAL_FOLDER": str(folder),
-            "REHEARSAL_TRANSLATOR": shlex.join([sys.executable, str(HERE / "translation.py")]) + ' "$@"',
+            "REHEARSAL_TRANSLATOR": shlex.join([*TRANSLATOR, str(HERE / "translation.py")]) + ' "$@"',
             "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(REPOSITORY)]),
             "HF_HUB_OFFLINE": "1",
         }

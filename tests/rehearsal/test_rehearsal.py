@@ -132,6 +132,7 @@ def test_libtpu_compiles_what_a_run_sends(tmp_path: Path) -> None:
     words = ["hw=v6e1", *TINY, "model.attention=flash", "trainer.max_stage_steps=1", f"output_dir={tmp_path}"]
     done = rehearse(words, folder=tmp_path / "sent")
     finished(done, tmp_path)
+    assert "Transparent hugepages" not in done.output  # jax's warning, which task=doctor says with its remedy
     train = done.programs[-1]
     assert train.has_tpu_calls
     assert "--xla_tpu_enable_flash_attention=false" in train.flags  # torch_xla saw chips

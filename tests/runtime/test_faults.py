@@ -1,6 +1,7 @@
 """What a device says when it ends a run is told in one sentence with what to do; other errors are left alone."""
 
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 
 import pytest
@@ -106,6 +107,7 @@ def test_memory_of_a_tpu(text: str, said: str) -> None:
          "/dev/accel0 may not be opened; run as root", 2),
         ("open(/dev/vfio/3): Operation not permitted; Couldn't open iommu group /dev/vfio/3",
          "/dev/vfio/3 may not be opened", 2),
+        ("TPU initialization failed: Failed to connect to [::]:8353", "8353); a container needs its host's network", 2),
         ("Failed to get global TPU topology.",
          "did not start (Failed to get global TPU topology); `python run.py task=do", 2),
         ("Invalid --2a886c8_slice_builder_worker_addresses specified. Expected 8 worker addresses, got 1.",
@@ -162,3 +164,15 @@ def test_other_errors_are_left_alone(error: Exception, expected: bool) -> None:
         said, code = ending_of(error, config=of(*words))
         assert ("memory of the device" in said) == expected
         assert code == (2 if expected else 1)
+
+
+def test_a_process_that_ended_abruptly() -> None:
+    """As torch_xla reports it: libtpu aborts the process that it does not like."""
+    said, code = ending_of(
+        BrokenProcessPool("A process in the process pool"), config=of("hw=v6e8", "hw.parallel=spawn")
+    )
+    assert said.startswith(
+        "hw=v6e8; a process of hw.parallel=spawn ended abruptly, by a signal or an abort of libtpu; "
+    )
+    assert "`python run.py task=doctor hw=v6e8` tries the devices" in said
+    assert code == 1

@@ -1,12 +1,18 @@
 """Versions that private names were written for, and attributes that are put back."""
 
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.rehearsal.machine import Machine
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime import patches
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_environment_has_the_versions() -> None:
@@ -70,3 +76,20 @@ def test_kernels_are_lowered_on_a_tpu_vm(monkeypatch: pytest.MonkeyPatch) -> Non
     call = AttentionCall(1, 2, 2, 128, 128, "bfloat16", Scores(1.0))
     assert b"tpu_custom_call" in lowered(call, direction="forward", target="tpu")
     assert cloud_tpu_init.running_in_cloud_tpu_vm
+
+
+def test_a_run_does_not_repeat_what_the_doctor_says_of_large_pages(tmp_path: Path) -> None:
+    """jax warns at its import of a TPU VM whose kernel gives them on request only; anything else it says is kept."""
+    vm = Machine("v6e", 1, 0)
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    set_so = 'mount --bind "$1" /sys/kernel/mm/transparent_hugepage/enabled; shift; exec "$@"'
+    host = vm.command(["sh", "-ec", set_so, "sh", str(tmp_path / "enabled")])
+    if subprocess.run([*host, "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no mount namespace, or the kernel has no such setting")
+    plain, kernels = "import jax", "import tpu_experiments.runtime.kernels.splash"
+    said = []
+    for code in (plain, kernels):
+        done = subprocess.run([*host, sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr
+        said.append("Transparent hugepages are not enabled" in done.stderr)
+    assert said == [True, False]

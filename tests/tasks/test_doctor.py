@@ -43,6 +43,8 @@ CHIPS = devices.Devices(tuple(f"/dev/vfio/{n}" for n in range(8)), (), 8, (), 0,
          "processes.probe xla tpu`; in a notebook, restart the session"),
         (replace(CHIPS, probed=devices.Probed(error="Invalid --2a886c8_slice_builder_worker_addresses specified.")),
          "failed", "`unset TPU_PROCESS_ADDRESSES` (Kaggle exports it as `local`)"),
+        (replace(CHIPS, probed=devices.Probed(error="TPU initialization failed: Failed to connect to [::]:8353")),
+         "failed", "| a container needs its host's network: `docker run --network=host`"),
         (replace(CHIPS, probed=replace(PROBED, kind="CPU")), "failed", "fell back to CPU"),
         (replace(CHIPS, probed=replace(PROBED, total=3.0)), "failed", "1 + 1 is 3.0"),
         (
@@ -160,6 +162,24 @@ def test_locked_memory(make_config, memlock, expected, words):
     verdict, said = verdict_of(devices.judge_memlock(memlock, make_config(*TPU)))
     assert (verdict, words in said) == (expected, True)
     assert devices.judge_memlock(memlock, make_config()).verdict == "ok"  # a CPU locks none
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "words"),
+    [
+        ("[always] madvise never\n", "ok", "always"),
+        ("always [madvise] never\n", "warning", "set to madvise, so the TPU starts and ends more slowly"),
+        ("always madvise [never]\n", "warning", "'echo always >/sys/kernel/mm/transparent_hugepage/enabled'`"),
+        (None, "not checked", "does not say"),
+    ],
+)
+def test_transparent_hugepages(make_config, tmp_path, text, expected, words):
+    if text is not None:
+        (tmp_path / "enabled").write_text(text)
+    chosen = devices.inspect_hugepages(tmp_path / "enabled")
+    verdict, said = verdict_of(devices.judge_hugepages(chosen, make_config(*TPU)))
+    assert (verdict, words in said) == (expected, True)
+    assert devices.judge_hugepages(chosen, make_config()).verdict == "ok"
 
 
 @pytest.mark.parametrize(

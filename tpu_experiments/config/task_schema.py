@@ -100,6 +100,7 @@ CHECKS = (
     "runtime_version",
     "lock_file",
     "memlock",
+    "hugepages",
     "devices",
     "chip_memory",
     "host_memory",

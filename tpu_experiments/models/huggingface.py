@@ -7,6 +7,7 @@ trained."""
 import copy
 import hashlib
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,8 @@ from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
 log = logging.getLogger(__name__)
+NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
+"""Texts of a full disk, whether Python's client of the Hub says it or the one in Rust."""
 
 
 def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -628,13 +631,19 @@ def _local_folder(model: ModelConfig) -> Path:
         raise ConfigError(
             f"model.path={model.path}; there is no such folder; give a checkpoint folder or a Hub id owner/name."
         )
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
         patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
         patterns += ["*.py"] if model.remote_code == "run" else []
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except Exception as error:  # the Hub client raises a dozen types: offline, gated, missing, no space
+        if NO_SPACE.search(str(error)):
+            raise ConfigError(
+                f"model.path={model.path}; its weights do not fit on the disk of the Hub's cache "
+                f"({constants.HF_HUB_CACHE}), which is full; free some space, or `export HF_HOME=FOLDER` of a larger "
+                "disk."
+            ) from error
         raise ConfigError(
             f"model.path={model.path}; not a local folder, and the Hub did not give it ({type(error).__name__}); "
             "log in with `hf auth login` if it is gated, or download it elsewhere and set model.path=FOLDER."

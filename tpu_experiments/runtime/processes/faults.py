@@ -10,6 +10,7 @@ from concurrent.futures import BrokenExecutor
 from tpu_experiments.config.bugs import bug_sentence, write_traceback
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.runtime.processes.chips import device_nodes, held_text, holders_of, kill_text
+from tpu_experiments.runtime.processes.metadata import HOST_NETWORK
 
 REFUSED, FAILED, TRY_AGAIN = 2, 1, 75
 """Exit codes. With 75 (EX_TEMPFAIL) what started the run starts it again: launch/tpu.py, GKE, SkyPilot."""
@@ -42,6 +43,8 @@ BUSY = re.compile(
 """Texts of a TPU that another process holds. torch_xla lets several processes load libtpu: then the node is busy."""
 CLOSED = re.compile(r"(/dev/(?:vfio/|accel)\d+)\W+[^\n]*(?:Operation not permitted|Permission denied)", re.IGNORECASE)
 ADDRESSES = re.compile(r"worker[_ ]addresses|SliceBuilder")
+NO_NETWORK = re.compile(r"Failed to connect to (?:\[::1?\]|localhost|127\.0\.0\.1):\d+")
+"""A container's libtpu that does not reach itself (github.com/pytorch/xla/pull/8735)."""
 NOT_STARTED = re.compile(
     r"TPU initialization failed|Failed to initialize TPU system|Failed to get global TPU topology|libtpu not found"
     r"|Failed to get TPU metadata|metadata\.google\.internal",
@@ -116,6 +119,8 @@ def _fault(error: Exception, *, config: Config) -> tuple[str, int] | None:
             return _busy_sentence(text), REFUSED
         if ADDRESSES.search(text):
             return f"the TPU did not start ({_line(text)}); {UNSET_ADDRESSES}", REFUSED
+        if NO_NETWORK.search(text):
+            return f"the TPU did not start ({_line(text)}); {HOST_NETWORK}", REFUSED
         if NOT_STARTED.search(text):
             return (
                 f"the TPU did not start ({_line(text)}); `python run.py task=doctor hw={config.hw.name}` says why",

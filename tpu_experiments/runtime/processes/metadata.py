@@ -17,6 +17,7 @@ from tpu_experiments.runtime.processes.chips import num_pci_chips
 
 HOST = "metadata.google.internal"
 TPU_ENV = f"http://{HOST}/computeMetadata/v1/instance/attributes/tpu-env"
+HOST_NETWORK = "a container needs its host's network: `docker run --network=host`, on Kubernetes hostNetwork: true"
 SECONDS = 5.0
 """A VM's metadata server answers in milliseconds."""
 TYPE = re.compile(r"^(?:v|tpu)(\d)([A-Za-z]?){7}-(\d+)$")
@@ -46,11 +47,7 @@ def metadata_problem(hw: HwConfig, *, is_planned: bool = False, seconds: float =
         seen = f"{HOST} is asked through a proxy (http_proxy), which does not give it ({_reason(answer)})"
         return seen, f"`export NO_PROXY={HOST}`"
     seen = f"{HOST} does not answer ({_reason(answer)}), and torch_xla waits until it says which TPU this is"
-    remedy = (
-        "a container needs its host's network: `docker run --network=host`, on Kubernetes hostNetwork: true; "
-        f"without a metadata server {_exports(hw)}"
-    )
-    return seen, remedy
+    return seen, f"{HOST_NETWORK}; without a metadata server {_exports(hw)}"
 
 
 def _type_problem(found: str | None, *, of: str, hw: HwConfig) -> tuple[str, str] | None:

@@ -25,14 +25,15 @@ from tpu_experiments.runtime.processes.chips import (
     num_pci_chips,
 )
 from tpu_experiments.runtime.processes.env import variables
-from tpu_experiments.runtime.processes.faults import ADDRESSES, BUSY, FIND_HOLDER, RESTART, UNSET_ADDRESSES
+from tpu_experiments.runtime.processes.faults import ADDRESSES, BUSY, FIND_HOLDER, NO_NETWORK, RESTART, UNSET_ADDRESSES
 from tpu_experiments.runtime.processes.libtpu import libtpu_problem
-from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, metadata_problem
-from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, ok, shown_gb, warning
+from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, HOST_NETWORK, metadata_problem
+from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, not_checked, ok, shown_gb, warning
 
 REPOSITORY = Path(__file__).parents[3]
 MEMLOCK_BYTES = 64 * 2**30
 """Locked memory below which a run may hang or fail: what public TPU containers are given (Marin, torchprime)."""
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24  # linux/capability.h: locks memory without a limit; passes a hard limit
 PORT = 8476  # torch_xla's first
 CAUSE = re.compile(r"Check failed|[A-Za-z]*Error\b|UNKNOWN:|INVALID_ARGUMENT|INTERNAL:|[Ff]ailed to")
@@ -219,6 +220,8 @@ def _remedy_of(error: str, *, hw: HwConfig) -> str:
         return FIND_HOLDER
     if ADDRESSES.search(error):
         return UNSET_ADDRESSES
+    if NO_NETWORK.search(error):
+        return HOST_NETWORK
     if hw.device == "cuda" and "NVIDIA driver" in error:
         return "no GPU here, or no driver: `nvidia-smi` must list it; use hw=cpu on a machine without"
     if hw.device == "cuda" and "not compiled with CUDA" in error:
@@ -270,6 +273,24 @@ def judge_memlock(memlock: Memlock, config: Config) -> Finding:
         "`* - memlock unlimited` in /etc/security/limits.conf and a new login"
     )
     return failed(seen, remedy)
+
+
+def inspect_hugepages(path: Path = HUGEPAGES) -> str | None:
+    """Return for which memory the kernel takes large pages: always, madvise or never; None where it does not say."""
+    chosen = re.search(r"\[(\w+)\]", path.read_text()) if path.exists() else None
+    return chosen[1] if chosen else None
+
+
+def judge_hugepages(chosen: str | None, config: Config) -> Finding:
+    """Judge whether a TPU starts as fast as it may; jax warns of anything but `always` from v5e on."""
+    if config.hw.device != "tpu":
+        return ok("this hardware does not need them")
+    if chosen is None:
+        return not_checked("the kernel does not say whether it has transparent hugepages")
+    if chosen == "always":
+        return ok("always")
+    seen = f"transparent hugepages are set to {chosen}, so the TPU starts and ends more slowly"
+    return warning(seen, f"`sudo sh -c 'echo always >{HUGEPAGES}'`, on its host if this is a container")
 
 
 def judge_lock_file(lock: LockFile, config: Config) -> Finding:

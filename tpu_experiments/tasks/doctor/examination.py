@@ -44,6 +44,7 @@ CHECKS = (
     Check("runtime_version", _on_machine(cloud.inspect_machine), cloud.judge_runtime_version),
     Check("lock_file", _on_machine(inspect_lock_file), devices.judge_lock_file),
     Check("memlock", _on_machine(devices.inspect_memlock), devices.judge_memlock),
+    Check("hugepages", _on_machine(devices.inspect_hugepages), devices.judge_hugepages),
     Check("devices", devices.inspect_devices, devices.judge_devices, if_timed_out="failed"),
     Check("chip_memory", _on_config(sources.inspect_chip_memory), sources.judge_chip_memory),
     Check("host_memory", _on_config(sources.inspect_host_memory), sources.judge_host_memory),
