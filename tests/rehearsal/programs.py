@@ -115,7 +115,7 @@ def _optimised(path: Path) -> str:
 
 
 def operations_of(text: str) -> Counter[str]:
-    """Return the counted operations of an optimised program; loops without shapes, which are in the arguments' order."""
+    """Return the counted operations of an optimised program; loops without shapes, which follow the arguments."""
     found = ((name, LAYOUT.sub("", shape)) for shape, name in LINE.findall(text) if name in COUNTED)
     return Counter(name if name == "while" else f"{name} {shape}" for name, shape in found)
 
