@@ -75,6 +75,27 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str,
     assert "resumed" not in log
 
 
+EXHAUSTED = """
+from tpu_experiments.training.trainer import Trainer
+class Exhausted(Trainer):
+    def row_loss(self, *given, **named):
+        raise RuntimeError(
+            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.73G of 15.75G hbm."
+        )
+"""
+
+
+def test_points_whose_program_does_not_fit_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "exhausted.py").write_text(EXHAUSTED)
+    own = ("plugins=[exhausted]", "trainer._target_=exhausted.Exhausted")
+    ended = run(*POINTS, *own, output_dir=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert ended.returncode == 1
+    assert ended.stderr.count("the memory of the device is used up (used 20.73G of 15.75G hbm); try") == 2
+    assert "Traceback" not in ended.stderr
+    rows = json.loads((tmp_path / "sweeps" / "tried" / "sweep.json").read_text())["points"]
+    assert [row["exit_code"] for row in rows] == [2, 2]
+
+
 LONG = ("curriculum.stages.main.steps=4000", "trainer.max_stage_steps=4000", "trainer.log_every_steps=1")
 
 

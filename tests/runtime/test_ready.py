@@ -258,14 +258,32 @@ def test_answers_of_a_metadata_server(
 
 @pytest.mark.parametrize(
     ("accelerator", "said"),
-    [("v6e-8", None), ("v5litepod-16", None), ("tpu7x-8", None), ("v6e", "has 'v6e'"), (None, "does not say")],
+    [("v6e-8", None), ("v5litepod-16", None), ("tpu7x-8", None), ("v6e", "has 'v6e'"), (None, ", which it needs")],
 )
 def test_variables_in_its_place(accelerator: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", accelerator or "")
     problem = metadata_problem(composed("hw=v6e8").hw)
     assert (problem is None) == (said is None)
-    assert said is None or (problem is not None and f"TPU_ACCELERATOR_TYPE {said}" in problem[0])
+    assert said is None or (problem is not None and "TPU_ACCELERATOR_TYPE" in problem[0] and said in problem[0])
+
+
+def test_variables_that_processes_of_one_chip_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla raises a TypeError or AttributeError for each that is missing."""
+    hw = composed("hw=v6e8", "hw.parallel=spawn").hw
+    for name in ("CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"):
+        monkeypatch.delenv(name, raising=False)
+    values = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-8", "TPU_WORKER_ID": "0"}
+    values |= {"TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert metadata_problem(hw) is None
+    for name in ("TPU_WORKER_ID", "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
+        with monkeypatch.context() as without:
+            without.delenv(name)
+            problem = metadata_problem(hw)
+            assert problem is not None
+            assert f"without {name}, which it needs" in problem[0]
 
 
 def test_a_proxy_that_does_not_give_it(monkeypatch: pytest.MonkeyPatch) -> None:

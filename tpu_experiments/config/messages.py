@@ -73,7 +73,8 @@ Exit codes:
    1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of task=doctor: training
       would not start; of a sweep: a point failed
    2  refused: something in the command, the config or the data; nothing was run or written
-  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint; the same command resumes
+  75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint, or by a TPU that stopped working; the same
+      command resumes
 
 --hydra-help lists Hydra's own flags.
 """

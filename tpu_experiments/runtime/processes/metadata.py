@@ -34,7 +34,10 @@ def metadata_problem(hw: HwConfig, *, is_planned: bool = False, seconds: float =
     if (hw.device != "tpu" or is_planned) and not (hw.runtime == "xla" and num_pci_chips()):
         return None
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
-        return _type_problem(os.environ.get("TPU_ACCELERATOR_TYPE") or None, of="TPU_ACCELERATOR_TYPE", hw=hw)
+        missing = [names[-1] for names in _needed(hw) if not any(os.environ.get(name) for name in names)]
+        if missing:
+            return f"TPU_SKIP_MDS_QUERY is exported without {' and '.join(missing)}, which it needs", _exports(hw)
+        return _type_problem(os.environ.get("TPU_ACCELERATOR_TYPE"), of="TPU_ACCELERATOR_TYPE", hw=hw)
     answer = _answer(seconds)
     if isinstance(answer, str):
         line = next((line for line in answer.splitlines() if line.startswith("ACCELERATOR_TYPE")), "")
@@ -48,6 +51,19 @@ def metadata_problem(hw: HwConfig, *, is_planned: bool = False, seconds: float =
         return seen, f"`export NO_PROXY={HOST}`"
     seen = f"{HOST} does not answer ({_reason(answer)}), and torch_xla waits until it says which TPU this is"
     return seen, f"{HOST_NETWORK}; without a metadata server {_exports(hw)}"
+
+
+def _needed(hw: HwConfig) -> list[tuple[str, ...]]:
+    """Return the variables that torch_xla reads in place of metadata, each with the name that it prefers."""
+    needed: list[tuple[str, ...]] = [("TPU_ACCELERATOR_TYPE",)]
+    if hw.device == "tpu" and (hw.parallel == "spawn" or hw.num_hosts > 1):
+        needed += [("CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")]
+    if hw.device == "tpu" and hw.num_hosts > 1:
+        needed += [("TPU_WORKER_HOSTNAMES",)]
+    if hw.device == "tpu" and hw.parallel == "spawn":
+        needed += [("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")]
+        needed += [("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")]
+    return needed
 
 
 def _type_problem(found: str | None, *, of: str, hw: HwConfig) -> tuple[str, str] | None:
