@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +63,8 @@ if answer != "nobody":
             client.close()
     threading.Thread(target=serve, daemon=True).start()
 holding = None
+if holds == "by me":
+    file = open("/dev/vfio/0")
 if holds == "held":
     code = "import time; file = open('/dev/vfio/0'); print(flush=True); time.sleep(100)"
     holding = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -158,6 +160,14 @@ def test_a_chip_that_another_process_holds(tmp_path: Path) -> None:
     ) in ended.err
     assert ended.code == 2
     assert not (tmp_path / "outputs").exists()
+
+
+@needs_namespaces
+def test_a_notebook_that_holds_the_chip_itself(tmp_path: Path) -> None:
+    words = ["task=doctor", "task.checks=[devices]"]
+    ended = on_host(words, tmp_path, answer=TPU_ENV, holds="by me")
+    assert "it has started this command, as a notebook's kernel does" in " ".join(ended.out.split())
+    assert ended.code == 1
 
 
 @needs_namespaces
@@ -284,6 +294,15 @@ def test_variables_that_processes_of_one_chip_need(monkeypatch: pytest.MonkeyPat
             problem = metadata_problem(hw)
             assert problem is not None
             assert f"without {name}, which it needs" in problem[0]
+
+
+def test_variables_of_the_config_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    given = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-8", "TPU_LIBRARY_PATH": "/nowhere"}
+    hw = replace(composed("hw=v6e8").hw, env=given)
+    assert metadata_problem(hw) is None
+    assert libtpu.libtpu_problem(hw) == ("TPU_LIBRARY_PATH=/nowhere is no file", "`unset TPU_LIBRARY_PATH`")
 
 
 def test_a_proxy_that_does_not_give_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,22 @@ def held_text(holders: Sequence[Holder]) -> str:
 
 def kill_text(holders: Sequence[Holder]) -> str:
     """Return how to end the processes, for a sentence."""
-    return f"wait for its end, or end it: `kill {' '.join(str(pid) for pid in dict.fromkeys(h.pid for h in holders))}`"
+    pids = list(dict.fromkeys(holder.pid for holder in holders))
+    if set(pids) & set(_ancestors()):
+        return "it has started this command, as a notebook's kernel does that has used the TPU: restart the session"
+    return f"wait for its end, or end it: `kill {' '.join(map(str, pids))}`"
+
+
+def _ancestors(proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes that this one comes of, the nearest first."""
+    found = [os.getppid()]
+    while found[-1] > 0:
+        try:
+            lines = (proc / str(found[-1]) / "status").read_text().splitlines()
+        except OSError:  # of another namespace
+            break
+        found.append(next((int(line.split()[1]) for line in lines if line.startswith("PPid:")), 0))
+    return found
 
 
 def inspect_lock_file(path: Path = LOCK_FILE, locks: Path = Path("/proc/locks")) -> LockFile:

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import time
+from functools import cache
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
@@ -117,7 +118,7 @@ def require_start(hw: HwConfig, *, is_planned: bool = False) -> None:
         raise ConfigError(f"hw={hw.name}; {refusal}")
     if hw.device == "tpu":
         for each in strays:
-            log.warning("%s is exported; %s", each.seen, each.remedy)
+            _warn(f"{each.seen} is exported; {each.remedy}")
     if (problem := metadata_problem(hw, is_planned=is_planned)) is not None:
         raise ConfigError(f"hw={hw.name}; {problem[0]}; {problem[1]}.")
     if hw.device != "tpu" or is_planned:
@@ -125,6 +126,12 @@ def require_start(hw: HwConfig, *, is_planned: bool = False) -> None:
     if (problem := libtpu_problem(hw)) is not None:
         raise ConfigError(f"hw={hw.name}; {problem[0]}; {problem[1]}.")
     require_free_chips(hw)
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once: a sweep checks each of its points."""
+    log.warning("%s", text)
 
 
 def require_free_chips(hw: HwConfig, *, seconds: float = HELD_SECONDS) -> None:

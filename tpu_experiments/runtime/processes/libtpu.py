@@ -20,12 +20,13 @@ def libtpu_problem(hw: HwConfig) -> tuple[str, str] | None:
     torch_xla 2.9.0 takes TPU_LIBRARY_PATH, then a libtpu.so of its own folder, then the package libtpu, whose import
     sets that variable to its own file (a notebook that has imported jax hands it on).
     """
-    if os.environ.get(ANY):
+    given = {**os.environ, **hw.env}
+    if given.get(ANY):
         return None
     versions = TORCHTPU if hw.runtime == "torchtpu" else WRITTEN_FOR
     wanted = versions["libtpu"]
     install = f"install libtpu=={wanted} (launch/local.sh makes the environment)"
-    path = os.environ.get(PATH)
+    path = given.get(PATH)
     if path is None and hw.runtime == "xla":
         path = _of_torch_xla()
     if path is not None and not os.path.isfile(path):
@@ -34,7 +35,7 @@ def libtpu_problem(hw: HwConfig) -> tuple[str, str] | None:
     if path is not None and not _is_same(path, own):
         found = _version_beside(path)
         if not fits("libtpu", found, of=versions):
-            named = f"{PATH}={path}" if PATH in os.environ else path
+            named = f"{PATH}={path}" if PATH in given else path
             seen = f"{named} is libtpu {found or 'of an unknown version'}, and {wanted} is wanted"
             return seen, f"`unset {PATH}` and {install}, or `export {ANY}=1` to try it"
         return None

@@ -33,11 +33,12 @@ def metadata_problem(hw: HwConfig, *, is_planned: bool = False, seconds: float =
     """
     if (hw.device != "tpu" or is_planned) and not (hw.runtime == "xla" and num_pci_chips()):
         return None
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):
-        missing = [names[-1] for names in _needed(hw) if not any(os.environ.get(name) for name in names)]
+    given = {**os.environ, **hw.env}
+    if given.get("TPU_SKIP_MDS_QUERY"):
+        missing = [names[-1] for names in _needed(hw) if not any(given.get(name) for name in names)]
         if missing:
             return f"TPU_SKIP_MDS_QUERY is exported without {' and '.join(missing)}, which it needs", _exports(hw)
-        return _type_problem(os.environ.get("TPU_ACCELERATOR_TYPE"), of="TPU_ACCELERATOR_TYPE", hw=hw)
+        return _type_problem(given["TPU_ACCELERATOR_TYPE"], of="TPU_ACCELERATOR_TYPE", hw=hw)
     answer = _answer(seconds)
     if isinstance(answer, str):
         line = next((line for line in answer.splitlines() if line.startswith("ACCELERATOR_TYPE")), "")
