@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.config.composing import composed
+from tests.planning.hlo_programs import text as planned
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.faults import ending_of, is_lost, lacks_device_memory
 
@@ -22,6 +23,11 @@ OF_A_TPU = RuntimeError(
 COMPILING = (
     "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.73G of 15.75G hbm. Exceeded hbm "
     "capacity by 4.98G.\n\nTotal hbm usage >= 21.25G:\n    reserved        530.00M"
+)
+ONE_ALLOCATION = (  # as tests/planning/test_oom.py has it
+    "Allocation (size=39862665216) would exceed memory (size=33822867456) :: #allocation5 [shape = "
+    "'bf16[2097152,36,260]{0,2,1:T(8,128)(2,1)}', space=hbm, size = 0xffffffffffffffff, tag = 'output of "
+    "fusion@{}'] :: <no-hlo-instruction>"
 )
 EXECUTING = (
     "Error allocating device buffer: Attempting to allocate 1.50G. That was not possible. There are 1.20G free.; "
@@ -69,6 +75,12 @@ def test_a_tpu_is_told_int8(make_config: Callable[..., Config], task: str) -> No
         ("Error loading program 'SyncTensorsGraph.12': Attempting to reserve 12.31G at the bottom of memory. That was "
          "not possible. There are 9.10G free, 0B reserved, and 9.10G reservable.",
          "(Attempting to reserve 12.31G at the bottom of memory, 9.10G free)"),
+        (ONE_ALLOCATION, "(Allocation (size=39862665216) would exceed memory (size=33822867456)); try"),
+        ("Compilation failure: Aborting compilation early because it's unlikely to have enough device memory. Requires "
+         "20.1G, has 15.7G available. If more detailed", "(Requires 20.1G, has 15.7G available); try"),
+        ("Failed to allocate request for 4.00GiB (4294967296B) on device ordinal 0",
+         "(Failed to allocate request for 4.00G"),
+        ("Failed to allocate 8589934592 bytes for host offloading transfer buffer", "try model.remat=layer_inputs"),
         ("TPU backend error: ResourceExhausted. HBM memory: 1.5 GiB", "the memory of the device is used up"),
         ("There is not enough memory to allocate 268435456 bytes", "the memory of the device is used up"),
         ("Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem. Exceeded vmem capacity by 16.42M",
@@ -88,6 +100,19 @@ def test_memory_of_a_tpu(text: str, said: str) -> None:
         assert code == 2
         assert sentence.count("\n") == 0
         assert "a bug" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "numbers"),
+    [("one_chip", "35.64G of 31.25G"), ("sharded", "94.87G of 15.75G"), ("arguments_alone", "40.00G of 31.25G")],
+)
+def test_what_the_compiler_has_said(file: str, numbers: str) -> None:
+    """Whole messages of libtpu 0.0.21, with the code that jax puts before them and without."""
+    whole = planned(f"out_of_memory_{file}.txt")
+    for error in (RuntimeError(whole), RuntimeError(whole.partition("RESOURCE_EXHAUSTED: ")[2] or whole)):
+        said, code = ending_of(error, config=of("hw=v6e1"))
+        assert f"the memory of the device is used up (used {numbers} hbm); try" in said
+        assert code == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from tpu_experiments.runtime.processes.metadata import HOST_NETWORK
 REFUSED, FAILED, TRY_AGAIN = 2, 1, 75
 """Exit codes. With 75 (EX_TEMPFAIL) what started the run starts it again: launch/tpu.py, GKE, SkyPilot."""
 SPACE = re.compile(
-    r"Ran out of memory in memory space (\w+)|exceeds (vmem) capacity"
+    r"Ran out of memory in memory space (\w+)|exceeds (vmem) capacity|would exceed memory [\s\S]*?space=(\w+)"
+    r"|Failed to allocate \d+ bytes for (host) offloading"
     r"|exceeded (?:scoped )?(hbm|vmem|smem|cmem|sflag|imem|spmem|host) (?:limit|capacity)",
     re.IGNORECASE,
 )
@@ -23,14 +24,17 @@ SPACE = re.compile(
 NO_DEVICE_MEMORY = re.compile(
     r"CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|Error allocating device buffer|HBM OOM|out of memory allocating \d"
     r"|Attempting to (?:allocate|reserve) [\d.]+[KMGT]?\b|out of memory while trying to allocate"
-    r"|not enough memory to allocate|There is not enough (?:HBM |device )?memory"
+    r"|not enough memory to allocate|not enough (?:HBM |device )?memory|unlikely to have enough device memory"
+    r"|Allocation \(size=\d+\) would exceed memory|Failed to allocate request for [\d.]+\w* \("
     r"|RESOURCE_?EXHAUSTED(?![\s\S]*[Qq]uota)[\s\S]*(?:memory|alloc|reserve|\bHBM\b)",
     re.IGNORECASE,
 )
 """Texts of a device whose memory is used up; a cloud's quota is RESOURCE_EXHAUSTED too."""
 NUMBERS = re.compile(
     r"Used [\d.]+\w* of [\d.]+\w* \w+|Scoped allocation with size [\d.]+\w* and limit [\d.]+\w*"
-    r"|Tried to allocate [\d.]+ \w+|Attempting to (?:allocate|reserve) [\d.]+\w*(?: at the bottom of memory)?"
+    r"|Allocation \(size=\d+\) would exceed memory \(size=\d+\)|Requires [\d.]+\w*, has [\d.]+\w* available"
+    r"|Failed to allocate (?:request for [\d.]+\w*|\d+ bytes)|Tried to allocate [\d.]+ \w+"
+    r"|Attempting to (?:allocate|reserve) [\d.]+\w*(?: at the bottom of memory)?"
 )
 """The part of such an error that says how much was asked for."""
 FREE = re.compile(r"There are ([\d.]+\w*) free")
@@ -146,9 +150,8 @@ def _reason(text: str) -> str:
     asked, free = NUMBERS.search(text), FREE.search(text)
     if asked is None:
         return _line(text)
-    return f"{asked[0][0].lower() if asked[0].startswith('Used') else asked[0][0]}{asked[0][1:].rstrip('.')}" + (
-        f", {free[1]} free" if free else ""
-    )
+    said = asked[0].rstrip(".").replace("Used ", "used ")
+    return f"{said}, {free[1]} free" if free else said
 
 
 def _memory_sentence(text: str, *, config: Config) -> str:
