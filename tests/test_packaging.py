@@ -44,12 +44,12 @@ def lock_entries() -> list[str]:
     return re.split(r"\n(?=\S)", "\n".join(lines).strip())
 
 
-def locked(name: str, *, python: str) -> list[Requirement]:
+def locked(name: str, *, python: str, release: str = ".0") -> list[Requirement]:
     """The lock's entries for a package on Linux x86_64 with one Python."""
     environment = {
         **default_environment(),
         "python_version": python,
-        "python_full_version": f"{python}.0",
+        "python_full_version": f"{python}{release}",
         "sys_platform": "linux",
         "platform_machine": "x86_64",
     }
@@ -69,6 +69,13 @@ def test_the_lock_has_each_dependency_at_a_version_that_fits(line: str, python: 
     (pin,) = entries[0].specifier
     assert pin.operator == "=="
     assert requirement.specifier.contains(pin.version, prereleases=True)
+
+
+@pytest.mark.parametrize("line", wanted())
+def test_the_lock_holds_for_the_python_3_11_of_tpu_vms(line: str) -> None:
+    """Ubuntu 22.04 calls its own 3.11.0rc1, which is less than 3.11.0."""
+    name = Requirement(line).name
+    assert locked(name, python="3.11", release=".0rc1") == locked(name, python="3.11")
 
 
 def test_the_other_lock_has_torchtpu_and_no_torch_xla() -> None:

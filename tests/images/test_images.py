@@ -14,7 +14,8 @@ import pytest
 from tests.images import NAMES, REPOSITORY, differences, environ, make, requirements_of, run_cells
 from tpu_experiments.runtime import patches
 
-pytestmark = pytest.mark.slow
+# Packages of 3 to 9 GB are fetched, or linked out of uv's cache.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHORT = "trainer.max_stage_steps=2 sample.max_new_tokens=0"
 
 
@@ -104,9 +105,9 @@ def test_colabs_jax_makes_the_kernels_of_the_locks(colab: Image) -> None:
 
 @pytest.mark.parametrize("hw", ["colab", "colab_v6e"])
 def test_colabs_libtpu_compiles_the_step_as_the_locks(colab: Image, hw: str) -> None:
-    """A layer with the kernel: the same memory, and the same estimate of the seconds."""
-    job = ["experiment=gemma3_270m_chat", f"hw={hw}", "data_size=sample", "tuned=off", "model.init=random", "name=p"]
-    job += ["model.arch.num_hidden_layers=1", "model.arch.vocab_size=4096", "trainer.global_batch_rows=16"]
+    """A layer with the kernel: the same memory, and the same cycles."""
+    job = ["model=tiny", "data=[sample_text]", "model.attention=flash", "model.init=random", "tuned=off", f"hw={hw}"]
+    job += ["model.arch.num_hidden_layers=1", "trainer.global_batch_rows=16", "trainer.seq_len=128", "name=p"]
     plans = {}
     for who, run in (("theirs", colab.run), ("ours", run_here)):
         output = colab.folder / who / hw
@@ -114,7 +115,7 @@ def test_colabs_libtpu_compiles_the_step_as_the_locks(colab: Image, hw: str) -> 
         assert done.returncode == 0, done.stderr[-2000:]
         plans[who] = json.loads((output / "plans" / "p" / "plan.json").read_text())
     assert [plans[who]["versions"]["libtpu"] for who in ("theirs", "ours")] == ["0.0.21.1", "0.0.21"]
-    for key in ("hbm_gib_per_chip", "estimated_cycles", "kernels"):
+    for key in ("hbm_gib_per_chip", "estimated_cycles", "kernels", "calibration"):
         assert plans["theirs"][key] == plans["ours"][key]
 
 

@@ -10,7 +10,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import ChipConfig, HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.hlo.text import Kernel, Transfer
-from tpu_experiments.runtime.patches import WRITTEN_FOR
+from tpu_experiments.runtime.patches import WRITTEN_FOR, fits
 
 # With Pallas attention at this share of peak, two published MaxText steps on v6e-8 take 1.02 and 0.98 of their
 # estimates; the share was chosen to fit them.
@@ -44,7 +44,7 @@ def calibration_of(hw: HwConfig, *, libtpu: str) -> Calibration:
         libtpu: version of the compiler; measurements are held against one version's estimates.
     """
     given = hw.calibration
-    if libtpu != CALIBRATED:
+    if not fits("libtpu", libtpu):
         share = KERNEL_SHARE_OF_PEAK if given is None else given.kernel_share_of_peak
         return Calibration(
             1.0, f"none for libtpu {libtpu}; that of libtpu {CALIBRATED} does not hold for it", None, share
