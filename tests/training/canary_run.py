@@ -19,7 +19,15 @@ from tests.config.composing import composed
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.tasks.setup import make_inputs
-from tpu_experiments.training.canary import Findings, Report, canary_rows, compare, step_on_devices, step_on_host
+from tpu_experiments.training.canary import (
+    Findings,
+    HostModel,
+    Report,
+    canary_rows,
+    compare,
+    step_on_devices,
+    step_on_host,
+)
 
 WEIGHT = "mlp.down_proj.weight"
 
@@ -43,7 +51,7 @@ def main(*overrides: str) -> None:
             found[case] = step_on_devices(parts, batch)
             put(parts, swapped(placed(parts), layers))
         restored = all(torch.equal(parts.parameters[name].cpu(), tensor) for name, tensor in before.items())
-        expected = step_on_host(parts, rows)
+        expected = step_on_host(HostModel(parts), rows)
         findings: dict[str, Findings] = {case: compare(each, expected) for case, each in found.items()}
         shown: dict[str, Any] = {case: asdict(each) | {"smallest": each.smallest} for case, each in findings.items()}
         print(json.dumps(shown | {"restored": restored}))

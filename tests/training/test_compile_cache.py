@@ -53,9 +53,10 @@ def test_the_same_run_in_another_process_finds_all_its_programs(tmp_path):
 
 @pytest.mark.xla
 @pytest.mark.slow
-def test_a_run_that_resumes_from_a_checkpoint_finds_its_programs(tmp_path):
+@pytest.mark.parametrize("canary", ["never", "always"])
+def test_a_run_that_resumes_from_a_checkpoint_finds_its_programs(tmp_path, canary):
     """What lies on the device is part of a traced step, in the order in which it came there (BuiltModel.order)."""
-    own = ("trainer.trace_every_steps=1", "trainer.max_stage_steps=3")
+    own = ("trainer.trace_every_steps=1", "trainer.max_stage_steps=3", f"trainer.canary.when={canary}")
     own = (*own, "checkpoint.every_steps=1", "checkpoint.keep_last=3")
     result_of(tmp_path, *own, name="again", hash_seed="1", model="qwen05b")
     folder = tmp_path / "again"

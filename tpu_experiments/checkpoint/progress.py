@@ -132,7 +132,7 @@ class Progress:
     """Fingerprint (models/lora.py) of every tensor taken from the warm start's source."""
     guard: GuardState = field(default_factory=GuardState)
     canary: dict[str, Any] | None = None
-    """Findings of the layout canary; None if it did not run."""
+    """Findings of the gradients' canary, and under `losses` of the losses'; None if neither ran."""
 
     @property
     def held_step(self) -> int | None:

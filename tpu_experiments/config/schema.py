@@ -64,17 +64,18 @@ class GuardConfig:
 
 @dataclass
 class CanaryConfig:
-    """Comparison of the first gradients on several devices with a float32 host reference, before step 1.
+    """Comparison of the devices with a float32 model in plain torch on the host, before the first step.
 
-    The training program itself runs once on a few short rows. The resulting optimizer state is compared with that of
-    the same step in plain torch on one CPU device; then parameters and state are restored.
+    Held-out losses: the evaluation program itself runs on a few short rows, on one device or several, in every life of
+    a run. First gradients: on several devices the training program itself runs once, on as few, and the resulting
+    optimizer state is compared; then parameters and state are restored.
     """
 
     when: str = choice("auto", "always", "never", default="auto")
-    """`auto`: on several TPU devices, if the reference fits into the host's free memory. `always`: on several devices
-    of any kind."""
+    """`auto`: on TPUs, if the host's model fits into its free memory. `always`: on devices of any kind."""
     max_tokens: int = number(default=512, at_least=8)
-    """Tokens of the reference step, divided among the devices."""
+    """Tokens of the host's step, divided among the devices, and of its held-out rows. The first row is longer where the
+    model's sliding window asks for it."""
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------

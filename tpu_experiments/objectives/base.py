@@ -84,6 +84,8 @@ class Objective(Protocol):
     draws: bool
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
+    reads_draws: bool
+    """Whether the loss depends on tokens that the model itself draws, False where left out: rounding may change one."""
     has_scores: bool
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
     causal: bool

@@ -64,6 +64,7 @@ class ReplacedToken:
     """
 
     draws = True
+    reads_draws = True
     causal = False
     takes_tokenizer = True
     has_scores = False

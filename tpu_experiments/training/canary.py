@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -94,21 +95,22 @@ class Report:
     """First slot of the optimizer state of every parameter, in float32, by `<parameter>/first`."""
 
 
-def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
-    """Compare the first gradients with the host's reference, and log or warn.
+def check_first_gradients(trainer: "Trainer", model: "HostModel") -> dict[str, Any] | None:
+    """Compare the first gradients with those of the host's model, and log or warn.
 
     Returns the findings as a dict on rank 0; None on other ranks, or if nothing was compared.
 
     Raises:
         TrainingStopped: cosine or norms are beyond `STOP_COSINE` or `STOP_RATIO`.
     """
-    reason = skip_reason(trainer)
+    # Copies of trained tensors: before the step, their gradient and two moments.
+    reason = "one device" if trainer.runtime.num_devices == 1 else skip_reason(trainer, copies=4)
     if reason is not None:
         log.info("gradient check across devices: skipped (%s)", reason)
         return None
     batch, rows = canary_rows(trainer)
     found = step_on_devices(trainer, batch)
-    findings = compare(found, step_on_host(trainer, rows)) if trainer.runtime.rank == 0 else None
+    findings = compare(found, step_on_host(model, rows)) if trainer.runtime.rank == 0 else None
     is_far = findings is not None and findings.exceeds(cosine=STOP_COSINE, ratio=STOP_RATIO)
     if trainer.runtime.any_process(is_far):
         raise TrainingStopped(
@@ -123,22 +125,23 @@ def check_first_gradients(trainer: "Trainer") -> dict[str, Any] | None:
     return asdict(findings)
 
 
-def skip_reason(trainer: "Trainer") -> str | None:
-    """Return why the canary does not run, or None if it does."""
+def skip_reason(trainer: "Trainer", *, copies: int) -> str | None:
+    """Return why a canary with a model on the host does not run, or None if it does.
+
+    Args:
+        copies: float32 tensors of the size of each trained one that it needs beside the model.
+    """
     config, settings = trainer.config, trainer.config.trainer.canary
     if settings.when == "never":
         return "trainer.canary.when=never"
-    if trainer.runtime.num_devices == 1:
-        return "one device"
     if are_sharded_over_hosts(trainer.parameters, trainer.runtime):
         return "the trained tensors are sharded over hosts, and its reference needs them whole on one"
     if settings.when == "always":
         return None
     if config.hw.device != "tpu":
         return "no TPU; trainer.canary.when=always runs it"
-    # float32 weights; for trained ones also a copy, their gradient and two moments; half as much again for the rest.
-    report = trainer.model.report
-    needed, free = 1.5 * 4 * (report.total + 4 * report.trainable), psutil.virtual_memory().available
+    report = trainer.model.report  # half as much again for the rest
+    needed, free = 1.5 * 4 * (report.total + copies * report.trainable), psutil.virtual_memory().available
     if needed > free:
         return f"its float32 reference needs {needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
     return None
@@ -211,31 +214,60 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
 
 def write_parameters(trainer: "Trainer", tensors: Mapping[str, Tensor]) -> None:
     """Write host tensors under Hugging Face's names into the run's own parameters."""
-    for name in trainer.parameters:
+    for name in trainer.model.order:  # a resume places them in this order too, and traces the same programs
         # A copy: in plain torch the step would write into the tensor itself.
         trainer.parameters[name] = trainer.runtime.place(stacked(tensors, name).clone(), name=name)
 
 
-def step_on_host(trainer: "Trainer", rows: Batch) -> Report:
-    """Run the same step in plain torch and float32 on the CPU, on a freshly loaded model."""
-    host = copy.copy(trainer)
-    host.runtime = copy.copy(trainer.runtime)
-    host.runtime.loop, host.runtime.constrain, host.runtime.device = python_loop, unconstrained, torch.device("cpu")
-    host.objective = host.build_objective()
-    stage, config = trainer.inputs.stages[0], trainer.config
-    with without_attention_kernel():
+class HostModel:
+    """The run's model in plain torch and float32 on the host's CPU, with the values of `perturbed`.
+
+    It is loaded at first use, once for all canaries.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+
+    @cached_property
+    def trainer(self) -> "Trainer":
+        """The run's trainer with host tensors; call it inside `without_attention_kernel`."""
+        host, config = copy.copy(self._trainer), self._trainer.config
+        host.seat, host.runtime = None, copy.copy(host.runtime)
+        vars(host.runtime).update(
+            loop=python_loop,
+            constrain=unconstrained,
+            device=torch.device("cpu"),
+            share=(0, 1),
+            place=lambda tensor, *, name: tensor,
+            put=lambda batch, *, rows_dim: dict(batch),
+            sum_over_processes=list,
+            program=lambda function, *, name, held: function,
+        )
+        host.objective = host.build_objective()
         model = build_model(
             host.model_source(),
             lora=config.lora,
             seed=config.seed,
             place=lambda tensor, *, name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor,
         )
-        model.module.train()  # with dropout, whose masks equal those on the devices
+        model.module.float()  # the data type of trained weights, which it has none of, is that of all
         parameters = perturbed(model.trainable)
+        host.model = replace(model, trainable=parameters)
+        host.parameters = host.evaluated_parameters = parameters
+        host.evaluator = host.build_evaluator()
+        return host
+
+
+def step_on_host(model: HostModel, rows: Batch) -> Report:
+    """Run the same step in plain torch and float32 on the CPU."""
+    with without_attention_kernel():
+        host = model.trainer
+        config, parameters, stage = host.config, host.parameters, host.inputs.stages[0]
+        host.model.module.train()  # with dropout, whose masks equal those on the devices
         groups = groups_of(host.objective, list(parameters), clip_norm=config.optim.clip_norm)
         optimizer = with_group_rates(host.build_optimizer(), groups)
         step = TrainStep(
-            model.module,
+            host.model.module,
             optimizer=optimizer,
             clip_norm=config.optim.clip_norm,
             sum_over_processes=list,

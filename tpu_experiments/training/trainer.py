@@ -76,9 +76,10 @@ from tpu_experiments.training.batches import (
     steps_by_stage,
     weights_text,
 )
-from tpu_experiments.training.canary import check_first_gradients
+from tpu_experiments.training.canary import HostModel, check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
 from tpu_experiments.training.evaluation import Evaluation, Evaluator, Sampler, prompt_ids
+from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
@@ -408,16 +409,12 @@ class Trainer:
         with self.watch.measure("load"):
             self.build()
             self.saver = self.build_saver()
-            self.restore()
-        self.outputs.begin(step=self.progress.step, meters=self.meters)
-        place = self.outputs.folder.path("profile")
-        self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
         self.runtime.expect(program_shapes(self.inputs, self.config, world_size=self.runtime.share[1]))
         try:
-            if self.progress.step == 0:
-                with self.watch.measure("canary"):
-                    self.progress.canary = check_first_gradients(self)
-                self.load_warm_start()
+            self.restore_checked()
+            self.outputs.begin(step=self.progress.step, meters=self.meters)
+            place = self.outputs.folder.path("profile")
+            self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
             if self.progress.eval_loss_before is None:
                 self.evaluate_before()
             while self.progress.stage < len(self.inputs.stages):
@@ -430,6 +427,21 @@ class Trainer:
             self.stop_on_recompile(error)
         finally:
             self.saver.close()
+
+    def restore_checked(self) -> None:
+        """Restore a checkpoint or the warm start, and run the canaries: that of losses in every life of a run."""
+        host = HostModel(self)
+        with self.watch.measure("canary"):
+            losses = check_losses(self, host)
+        with self.watch.measure("load"):
+            self.restore()
+        if self.progress.step > 0:
+            return
+        with self.watch.measure("canary"):
+            gradients = check_first_gradients(self, host)
+        found = (gradients or {}) | ({} if losses is None else {"losses": losses})
+        self.progress.canary = found or None
+        self.load_warm_start()
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from the current position to its last step."""
