@@ -154,7 +154,7 @@ KAGGLE = {
             KAGGLE | {"TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1"},
             (*TPU, "hw=v5e8"),
             "failed",
-            "are 1 chips, and hw=v5e8 has 8 | `export TPU_CHIPS_PER_HOST_BOUNDS=2,4,1`",
+            "(chips: 1, hw=v5e8: 8) | `export TPU_CHIPS_PER_HOST_BOUNDS=2,4,1`",
         ),
         (
             {"TPU_HOST_BOUNDS": "2,2,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"},

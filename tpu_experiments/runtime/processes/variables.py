@@ -141,9 +141,7 @@ def _too_few_chips(exported: Mapping[str, str], *, hw: HwConfig) -> Stray | None
     count = _product(f"{hosts or '1,1,1'},{chips}")
     if count is None or count >= hw.num_devices:
         return None
-    seen = f"TPU_CHIPS_PER_HOST_BOUNDS={chips} TPU_HOST_BOUNDS={hosts} are {count} chips"
+    seen = f"TPU_CHIPS_PER_HOST_BOUNDS={chips} TPU_HOST_BOUNDS={hosts} (chips: {count}, hw={hw.name}: {hw.num_devices})"
     known = CHIP_BOUNDS.get(hw.num_devices // hw.num_hosts)
     remedy = f"`export TPU_CHIPS_PER_HOST_BOUNDS={known}`" if known else "unset them"
-    return Stray(
-        f"{seen}, and hw={hw.name} has {hw.num_devices}", f"{remedy}, or choose the hw= of {count}", is_fatal=True
-    )
+    return Stray(seen, f"{remedy}, or choose the hw= of {count}", is_fatal=True)
