@@ -57,7 +57,7 @@ class Rehearsal:
 
 def hardware(words: Sequence[str]) -> HwConfig:
     """Return the hardware config of a command's words."""
-    return composed_as_typed(*(word for word in words if word not in ("-m", "--multirun"))).hw
+    return composed_as_typed(*(word for word in words if word.startswith(("hw=", "hw.")))).hw
 
 
 def rehearse(

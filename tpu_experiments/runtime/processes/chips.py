@@ -1,6 +1,7 @@
 """TPU chips of this machine: on the PCI bus, as device nodes, and which processes hold them. Nothing is initialised."""
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,21 +69,33 @@ def device_nodes(root: Path = Path("/dev")) -> tuple[str, ...]:
 
 
 def holders_of(nodes: Sequence[str], *, proc: Path = Path("/proc")) -> tuple[tuple[Holder, ...], int]:
-    """Return the other processes that have a node open, and how many processes could not be inspected."""
+    """Return the other processes that have a node open, and how many processes could not be inspected.
+
+    A node is known by its device, since in a container it has a path of its own.
+    """
     holders, num_hidden = [], 0
+    known = {_device_of(node): node for node in nodes}
+    names = {Path(node).name for node in nodes}
     for folder in proc.glob("[0-9]*"):
         if int(folder.name) == os.getpid():
             continue
         try:
-            opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
+            links = [link for link in (folder / "fd").iterdir() if Path(os.readlink(link)).name in names]
+            opened = {_device_of(link) for link in links}
             command = _program((folder / "cmdline").read_bytes())
         except PermissionError:
             num_hidden += 1
             continue
         except (FileNotFoundError, ProcessLookupError):  # it has ended or closed the file meanwhile
             continue
-        holders += [Holder(int(folder.name), command, node) for node in nodes if node in opened]
+        holders += [Holder(int(folder.name), command, node) for device, node in known.items() if device in opened]
     return tuple(holders), num_hidden
+
+
+def _device_of(path: str | Path) -> tuple[int, int]:
+    """Return the device of a node, or which file it is where it is none."""
+    found = os.stat(path)
+    return (found.st_rdev, 0) if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
 
 
 def _program(arguments: bytes) -> str:
