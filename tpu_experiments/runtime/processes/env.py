@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 import time
-from functools import cache
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
@@ -128,7 +127,7 @@ def require_start(hw: HwConfig, *, is_planned: bool = False) -> None:
     require_free_chips(hw)
 
 
-@cache
+@functools.cache
 def _warn(text: str) -> None:
     """Log a warning once: a sweep checks each of its points."""
     log.warning("%s", text)
