@@ -6,9 +6,9 @@
  *   REHEARSAL_DEVICES      number of devices, where TPU_VISIBLE_CHIPS does not give fewer
  *   REHEARSAL_KIND         kind of device, such as `TPU v6 lite`
  *   REHEARSAL_HBM          bytes of a device's memory; 0: no memory statistics
- *   REHEARSAL_FOLDER       each program and its compile options are written there, with counts of calls and libtpu's flags
+ *   REHEARSAL_FOLDER       gets each program with its compile options, counts of calls, and libtpu's flags
  *   REHEARSAL_TRANSLATOR   command that rewrites a program with a TPU's custom calls: COMMAND PROGRAM RESULT
- *   REHEARSAL_FAIL         `compile N`, `execute N`: that call fails; `gone N`: so does every call from execution N on
+ *   REHEARSAL_FAIL         `client 1`, `compile N`, `execute N`: that call fails; `gone N`: every call from execution N on
  *   REHEARSAL_FAIL_CODE, REHEARSAL_FAIL_TEXT   the error's code (PJRT_Error_Code) and message
  */
 #define _GNU_SOURCE
@@ -109,6 +109,8 @@ static void write_file(const char* path, const char* bytes, size_t size) {
 }
 
 static PJRT_Error* client_create(PJRT_Client_Create_Args* args) {
+  PJRT_Error* failure = asked_failure("client", 1);
+  if (failure) return failure;
   WIDENED(PJRT_Client_Create_Args, own, args);
   PJRT_NamedValue count = {.struct_size = PJRT_NamedValue_STRUCT_SIZE, .name = "cpu_device_count", .name_size = 16};
   count.type = PJRT_NamedValue_kInt64;

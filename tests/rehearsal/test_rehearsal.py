@@ -159,6 +159,16 @@ def test_out_of_memory_is_a_sentence_with_smaller_settings(kind: str, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_tpu_that_another_process_holds_is_named(tmp_path: Path) -> None:
+    """Where its node does not show it: in another container's process namespace."""
+    text = "The TPU is already in use by process with pid 77. Not attempting to load libtpu.so in this process."
+    held = {"REHEARSAL_FAIL": "client 1", "REHEARSAL_FAIL_CODE": str(UNAVAILABLE), "REHEARSAL_FAIL_TEXT": text}
+    done = rehearse(["hw=v6e1", *TINY, f"output_dir={tmp_path}"], folder=tmp_path / "sent", variables=held)
+    assert done.code == 2, done.output[-3000:]
+    assert done.error.startswith("error: hw=v6e1; the TPU is in use by process 77; "), done.output[-3000:]
+
+
+@pytest.mark.slow
 def test_a_chip_that_is_lost_ends_the_run_in_a_sentence_and_it_goes_on(tmp_path: Path) -> None:
     words = ["hw=v6e1", *TINY, "trainer.max_stage_steps=8", "checkpoint.every_steps=2", f"output_dir={tmp_path}"]
     text = "Device is unavailable: the TPU is in a bad state"
