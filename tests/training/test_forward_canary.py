@@ -119,8 +119,10 @@ def built(tmp_path: Any, *overrides: str) -> Trainer:
 def test_right_programs_pass_and_are_left_as_they_were(case, tmp_path):
     trainer = built(tmp_path, *RIGHT[case])
     before = {name: tensor.clone() for name, tensor in to_host(trainer.parameters).items()}
-    found = check_losses(trainer, HostModel(trainer))
+    host = HostModel(trainer)
+    found = check_losses(trainer, host)
     assert found is not None
+    assert host.trainer.model.module.dtype == torch.float32  # also where no weight is frozen
     assert found["difference"] <= WARN * found["rounding"], found
     after = to_host(trainer.parameters)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
