@@ -209,8 +209,8 @@ static char* read_file(const char* path, size_t* size) {
 }
 
 static int needs_translation(const PJRT_Program* program) {
-  static const char* const targets[] = {"tpu_custom_call", "AllocateBuffer"};
-  for (int i = 0; i < 2; i++)
+  static const char* const targets[] = {"tpu_custom_call", "AllocateBuffer", "annotate_device_placement"};
+  for (int i = 0; i < 3; i++)
     if (memmem(program->code, program->code_size, targets[i], strlen(targets[i]))) return 1;
   return 0;
 }

@@ -2,9 +2,9 @@
 
     python translation.py PROGRAM RESULT
 
-`AllocateBuffer`, memory that nothing wrote, becomes zeros. A computation with kernels of Mosaic becomes the same
-function of interpreted kernels, which the process that made it wrote down (`record`, called by site/sitecustomize.py).
-Everything else stays as the program has it."""
+`AllocateBuffer`, memory that nothing wrote, becomes zeros, and an array that is moved to the host or back a copy. A
+computation with kernels of Mosaic becomes the same function of interpreted kernels, which the process that made it
+wrote down (`record`, called by site/sitecustomize.py). Everything else stays as the program has it."""
 
 import hashlib
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 from jax._src.lib import xla_client
 
 KERNEL, BUFFER = 'custom_call_target="tpu_custom_call"', 'custom_call_target="AllocateBuffer"'
+PLACEMENT = re.compile(r'custom-call\((%[\w.\-]+)\), custom_call_target="annotate_device_placement"')
 HEAD = re.compile(r"^(?:ENTRY )?%(\S+) \(", re.MULTILINE)
 NAME = re.compile(r"%([\w.\-]+)")
 ENTRY_OF_JAX = "main."
@@ -27,7 +28,8 @@ def text_of(program: bytes) -> str:
     options = xla_client._xla.HloPrintOptions()
     options.print_large_constants = True
     options.print_metadata = False
-    return str(module.to_string(options))
+    # What torch_xla leaves unsaid of a custom call is printed, and not read again.
+    return str(module.to_string(options)).replace(", api_version=API_VERSION_UNSPECIFIED", "")
 
 
 def computations_of(text: str) -> dict[str, str]:
@@ -80,6 +82,7 @@ def translated(text: str, folder: Path) -> str:
         if BUFFER in body:
             computations[name] = "\n".join(_zeros(line) if BUFFER in line else line for line in body.splitlines())
     computations = computations_of("\n\n".join(computations.values()))  # those of interpreted kernels among them
+    computations = {name: _without_placements(body) for name, body in computations.items()}
     entry = next(name for name, body in computations.items() if body.startswith("ENTRY"))
     return head + "\n\n".join(computations[name] for name in reached(entry, computations)) + "\n"
 
@@ -103,6 +106,15 @@ def _zeros(line: str) -> str:
     made = f"  {root or ''}{name} = {dtype}{shape} broadcast({name}.zero), dimensions={{}}"
     zero = f"  {name}.zero = {dtype}[] constant({'false' if dtype == 'pred' else 0})"
     return f"{zero}\n{made}{sharding[0] if sharding else ''}"
+
+
+def _without_placements(body: str) -> str:
+    """Return a computation whose arrays are copied instead of moved between the memories of host and device."""
+    lines = body.splitlines()
+    for number, line in enumerate(lines):
+        if PLACEMENT.search(line):
+            lines[number] = PLACEMENT.sub(r"copy(\1)", line).partition("), ")[0].rstrip(")") + ")"
+    return "\n".join(lines)
 
 
 def main(program: str, result: str) -> None:
