@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import pretended
 from tests.launch.virtual_machine import NO_LOOKS, VirtualMachine, make_machine, metadata_server
 
 pytest_plugins = ("tests.gcs",)
@@ -44,18 +45,7 @@ def test_a_bare_machine_becomes_ready_and_stays_so(machine: VirtualMachine) -> N
     assert sorted(path.name for path in machine.root.iterdir() if path.name.startswith(".")) == [".venv", ".venv.lock"]
 
 
-NAMESPACE = r"""
-set -e
-mount --make-rprivate /
-mount -t tmpfs none /sys/bus/pci/devices
-mkdir /sys/bus/pci/devices/0000:00:05.0
-echo 0x1ae0 >/sys/bus/pci/devices/0000:00:05.0/vendor
-echo "$2" >/sys/bus/pci/devices/0000:00:05.0/device
-mount --bind "$1" /sys/kernel/mm/transparent_hugepage/enabled
-shift 2
-exec "$@"
-"""
-"""Shell script that runs a command where the kernel's setting is a file and the PCI bus has one device of Google."""
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize(
@@ -72,11 +62,13 @@ def test_a_tpu_vm_takes_large_pages(
 ) -> None:
     setting = tmp_path / "enabled"
     setting.write_text(before)
-    host = ["unshare", "--mount", "sh", "-c", NAMESPACE, "sh", str(setting), device]
-    if subprocess.run([*host, "true"], capture_output=True).returncode:
-        pytest.skip("this user may make no mount namespace, or the kernel has no such setting")
+    if (problem := pretended.problem()) is not None:
+        pytest.skip(problem)
+    if not LARGE_PAGES.exists():
+        pytest.skip(f"the kernel has no {LARGE_PAGES}")
     script = str(shared.root / "launch" / "startup.sh")
-    command = [*host, "bash", script, "hw=cpu", NO_LOOKS]
+    words = ["bash", script, "hw=cpu", NO_LOOKS]
+    command = pretended.on_host(words, device=device, files={str(LARGE_PAGES): setting})
     done = subprocess.run(command, env=shared.environ(), cwd="/", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert setting.read_text() == after

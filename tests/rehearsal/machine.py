@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests import pretended
 from tpu_experiments.config.hardware import HwConfig
 
 HERE = Path(__file__).parent
@@ -24,7 +25,7 @@ PACKAGE = "xla-cpu-pjrt==0.0.1"
 """A CPU plugin of PJRT's C API 0.81 with its header; a third party's binary, fetched for tests alone."""
 WHEEL_SHA256 = "55837b6b7b47daa717f2d9a5a03563ea0ceaa338d06a81a1e2d3f060d960decc"
 KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
-PCI_DEVICES = {"v5e": "0x0063", "v6e": "0x006f"}
+PCI_DEVICES = {"v5e": pretended.V5E, "v6e": pretended.V6E}
 ACCELERATORS = {"v5e": "v5litepod", "v6e": "v6e"}
 BOUNDS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
 TRANSLATOR = (sys.executable, "-W", "ignore:Transparent hugepages are not enabled")
@@ -38,29 +39,6 @@ OUT_OF_MEMORY_EXECUTING = (
     "(0x0x0_HBM0)"
 )
 RESOURCE_EXHAUSTED, UNAVAILABLE = 8, 14
-NAMESPACE = r"""
-set -e
-mount --make-rprivate /
-mount -t tmpfs none /sys/bus/pci/devices
-new=$(mktemp -d)
-mount -t tmpfs none "$new"
-cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "$new"
-ln -s /proc/self/fd "$new/fd"; ln -s fd/0 "$new/stdin"; ln -s fd/1 "$new/stdout"; ln -s fd/2 "$new/stderr"
-mkdir "$new/shm" "$new/pts" "$new/vfio"
-mount --bind /dev/shm "$new/shm"
-[ ! -d /dev/pts ] || mount --rbind /dev/pts "$new/pts"
-[ ! -e /dev/ptmx ] || cp -a /dev/ptmx "$new"
-for number in $(seq 0 $(($1 - 1))); do
-    chip=/sys/bus/pci/devices/0000:00:$(printf %02x "$number").0
-    mkdir "$chip"; echo 0x1ae0 >"$chip/vendor"; echo "$2" >"$chip/device"
-    : >"$new/vfio/$number"
-done
-mount --move "$new" /dev
-rmdir "$new"
-shift 2
-exec "$@"
-"""
-"""Shell script that runs a command with N chips of a PCI device id on the bus and as nodes: N ID COMMAND..."""
 
 
 class NotHere(Exception):
@@ -108,11 +86,8 @@ class Machine:
         return values | self.variables
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the command that runs `words` with this machine's chips on the PCI bus."""
-        return [
-            *("unshare", "--mount", "sh", "-c", NAMESPACE, "sh", str(self.num_chips), PCI_DEVICES[self.generation]),
-            *words,
-        ]
+        """Return the command that runs `words` with this machine's chips."""
+        return pretended.on_host(words, num_chips=self.num_chips, device=PCI_DEVICES[self.generation])
 
 
 def require_rehearsal() -> None:
@@ -123,9 +98,8 @@ def require_rehearsal() -> None:
     """
     if shutil.which("cc") is None:
         raise NotHere("no C compiler (cc)")
-    done = subprocess.run(Machine("v6e", 1, 0).command(["true"]), capture_output=True, text=True)
-    if done.returncode:
-        raise NotHere(f"no private mount namespace: {done.stderr.strip()[-200:]}")
+    if (problem := pretended.problem()) is not None:
+        raise NotHere(problem)
     shim()
 
 

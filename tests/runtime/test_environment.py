@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests import pretended
 from tests.config.composing import CONF, composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
@@ -157,17 +157,10 @@ def of_the_config(hw: HwConfig) -> list[str]:
     return [ONCE, *limit, *hw.libtpu_flags]
 
 
-BUS = """
-mount -t tmpfs none /sys/bus/pci/devices && cd /sys/bus/pci/devices && mkdir 0000:00:05.0 || exit 9
-echo 0x1ae0 > 0000:00:05.0/vendor && echo 0x0063 > 0000:00:05.0/device && cd "$1" && shift && exec "$@"
-"""
 IMPORTED = "import os, sys, {0}; print(os.environ.get('LIBTPU_INIT_ARGS', ''))"
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-    reason="a PCI bus with a TPU needs a mount namespace of its own, which this user may not make",
-)
+@pytest.mark.skipif(pretended.problem() is not None, reason=str(pretended.problem()))
 @pytest.mark.parametrize(
     ("runtime", "package", "added"),
     [("xla", "torch_xla", {*OF_EVERY_TPU, *OF_V5}), ("torchtpu", "jax", {f"{BARRIER}=true"})],
@@ -179,9 +172,9 @@ def test_nothing_is_added_where_chips_are_seen(runtime: str, package: str, added
     values |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
 
     def flags(**more: str) -> list[str]:
-        command = ["unshare", "-m", "sh", "-c", BUS, "sh", str(CONF.parent)]
-        command += [sys.executable, "-c", IMPORTED.format(package)]
-        done = subprocess.run(command, env=values | more, capture_output=True, text=True, timeout=240)
+        command = pretended.on_host([sys.executable, "-c", IMPORTED.format(package)], device=pretended.V5E)
+        there = {"env": values | more, "cwd": CONF.parent}
+        done = subprocess.run(command, **there, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1].split()
 

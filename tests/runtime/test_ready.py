@@ -5,7 +5,6 @@ Whole commands run on a pretended host, a private mount and network namespace: a
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import pretended
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.processes import chips, env, libtpu
@@ -25,27 +25,6 @@ from tpu_experiments.runtime.processes import metadata as asked
 from tpu_experiments.runtime.processes.metadata import metadata_problem
 
 REPOSITORY = Path(__file__).parents[2]
-NAMESPACE = r"""
-set -e
-mount --make-rprivate /
-mount -t tmpfs none /sys/bus/pci/devices
-mkdir /sys/bus/pci/devices/0000:00:05.0
-echo 0x1ae0 >/sys/bus/pci/devices/0000:00:05.0/vendor
-echo 0x006f >/sys/bus/pci/devices/0000:00:05.0/device
-mount --bind "$1" /etc/hosts
-new=$(mktemp -d)
-mount -t tmpfs none "$new"
-cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "$new"
-ln -s /proc/self/fd "$new/fd"
-mkdir "$new/shm" "$new/vfio"
-mount --bind /dev/shm "$new/shm"
-: >"$new/vfio/0"
-mount --move "$new" /dev
-rmdir "$new"
-shift
-exec "$@"
-"""
-"""Shell script that runs a command on a host with one v6e chip: HOSTS COMMAND..."""
 HOST = r"""
 import fcntl, socket, struct, subprocess, sys, threading
 answer, holds, *command = sys.argv[1:]
@@ -79,14 +58,7 @@ KNOWN_HOST = "127.0.0.1 metadata.google.internal\n"
 TPU_ENV = "200 ACCELERATOR_TYPE: 'v6e-1'\nWORKER_ID: '0'\n"
 
 
-def can_pretend() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    done = subprocess.run(["unshare", "--mount", "--net", "sh", "-c", "mount -t tmpfs none /sys/bus/pci/devices"])
-    return done.returncode == 0
-
-
-needs_namespaces = pytest.mark.skipif(not can_pretend(), reason="this user may make no mount and network namespaces")
+needs_namespaces = pytest.mark.skipif(pretended.problem() is not None, reason=str(pretended.problem()))
 
 
 @dataclass(frozen=True)
@@ -110,11 +82,9 @@ def on_host(
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("TPU_", "PJRT_", "XLA_", "http"))}
     environment |= {"HF_HUB_OFFLINE": "1", **(exported or {})}
     command = [sys.executable, str(REPOSITORY / "run.py"), "hw=v6e1", "model=tiny", "data=[sample_text]", *words]
-    namespace = ["unshare", "--mount", "--net", "sh", "-c", NAMESPACE, "sh", str(tmp_path / "hosts")]
-    host = [sys.executable, "-c", HOST, answer, holds]
-    done = subprocess.run(
-        [*namespace, *host, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
+    host = [sys.executable, "-c", HOST, answer, holds, *command]
+    there = pretended.on_host(host, files={"/etc/hosts": tmp_path / "hosts"}, has_network=False)
+    done = subprocess.run(there, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
