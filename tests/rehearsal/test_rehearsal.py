@@ -139,7 +139,7 @@ def test_what_a_recipe_sends_is_what_its_plan_compiles(recipe: str, tmp_path: Pa
     assert found
     wrong = {pair.name: pair.differences() for pair in found if pair.differences()}
     assert not wrong
-    assert all(pair.total_difference < 0.1 for pair in found), [pair.total_difference for pair in found]
+    assert all(pair.total_difference < 0.15 for pair in found), [pair.total_difference for pair in found]
 
 
 def test_libtpu_compiles_what_a_run_sends(ran: Any) -> None:
