@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ class Compiled:
     """Bytes of a chip: arguments, outputs, aliased, temporaries, code."""
     operations: Counter[str]
     """Those of COUNTED with the shapes of their results."""
-    flags: str
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,10 @@ class Pair:
     planned: Compiled
     sent: Compiled
     has_same_outputs: bool
-    """Whether every output of the plan's lowered program is computed by the run's in the same way."""
-    further_outputs: int
-    """Outputs that the run's program has beside those: results under their shapes before a view."""
+    """Whether every output of the plan's lowered program is computed by the run's in the same way.
+
+    The run's has further ones: results under their shapes before a view.
+    """
 
     def differences(self) -> list[str]:
         """Return what differs; empty where the two are the same program."""
@@ -75,18 +74,12 @@ def _total(memory: dict[str, int]) -> int:
     return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"] + memory["code"]
 
 
-def compile_all(sent: list[Sent], *, hw: HwConfig, workers: int = 1) -> list[Compiled]:
-    """Compile programs by the real libtpu.
+def compiled(sent: Sent, *, hw: HwConfig) -> Compiled:
+    """Compile one program by the real libtpu.
 
     Raises:
-        RuntimeError: it refuses one, with its message.
+        RuntimeError: it refuses the program, with its message.
     """
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda one: compiled(one, hw=hw), sent))
-
-
-def compiled(sent: Sent, *, hw: HwConfig) -> Compiled:
-    """Compile one program."""
     assert hw.topology is not None, f"hw={hw.name} has no topology"
     library = importlib.util.find_spec("libtpu")
     assert library is not None, "the tests' environment has libtpu"
@@ -100,7 +93,7 @@ def compiled(sent: Sent, *, hw: HwConfig) -> Compiled:
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{sent.program.name}: {done.stderr.strip()[-2000:]}")
-    return Compiled(json.loads(done.stdout.splitlines()[-1]), operations_of(_optimised(result)), sent.flags)
+    return Compiled(json.loads(done.stdout.splitlines()[-1]), operations_of(_optimised(result)))
 
 
 def _optimised(path: Path) -> str:
@@ -149,8 +142,7 @@ def pairs(sent: list[Sent], *, plan: Path, hw: HwConfig) -> list[Pair]:
         if not shared[best]:
             raise LookupError(f"no program of the run computes what {folder} does")
         answer = json.loads((folder / "answer.json").read_text())
-        planned = Compiled(answer["memory"], operations_of((folder / "optimized.hlo").read_text()), "")
-        further = sum((Counter(lowered[best]) - own).values())
+        planned = Compiled(answer["memory"], operations_of((folder / "optimized.hlo").read_text()))
         same = not (own - Counter(lowered[best]))
-        found.append(Pair(folder.name, planned, compiled(sent[best], hw=hw), same, further))
+        found.append(Pair(folder.name, planned, compiled(sent[best], hw=hw), same))
     return found
