@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from tpu_experiments.config.compose import require_single_choices, to_config
+from tpu_experiments.config.compose import as_typed, require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
@@ -61,7 +61,7 @@ def main(composed: DictConfig) -> None:
     """Check the composed config and run it; each point of a sweep calls this in a process of its own."""
     with errors_as_sentences():  # Hydra passes SystemExit through, but prints its own report of other exceptions
         require_single_choices(HydraConfig.get().runtime.choices)
-        config = to_config(composed)
+        config = to_config(as_typed(composed, HydraConfig.get().overrides.task))
         with errors_as_sentences(config):
             run(config)
 

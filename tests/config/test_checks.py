@@ -20,6 +20,7 @@ CASES = {
     "unknown key of a source": (["data.sample_text.pth=x"], ["data.sample_text.pth=x; ", "Did you mean 'path'?"]),
     "unknown key, added": (["++lora.rank=3"], ["lora.rank=3; there is no such key. Did you mean 'r'?"]),
     "unknown top-level key, added": (["+sede=1"], ["sede=1; there is no such key. Did you mean 'seed'?"]),
+    "rank of no adapter": (["lora.r=0"], ["lora.r=0 with adapters chosen", "write lora=none to train every weight"]),
     "removed key": (["~lora.r"], ["~lora.r; a setting cannot be removed; give it another value"]),
     "removed group": (["~lora"], ["lora=???; no choice is made; write lora=NAME", "all_linear_r16"]),
     "nothing to remove": (["~loar"], ["~loar; there is nothing of that name", "Did you mean 'lora'?"]),

@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from tests.config.composing import CONF, composition
+from tpu_experiments.config.compose import config_of
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,10 @@ def test_what_is_refused_has_hydras_own_message(word: str) -> None:
         with pytest.raises(HydraException) as found:
             composition([word])
     assert (type(found.value), str(found.value)) == (type(whole.value), str(whole.value))
+
+
+@pytest.mark.parametrize("text", ["1E5", "1.10", "true", "12e5", "1_000", "007", "'1E5'"])
+def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(text):
+    assert config_of(["~local", f"name={text}", f"model.revision={text}"]).name == text.strip("'")
+    assert config_of(["~local", "model.revision=12e5"]).model.revision == "12e5"
+    assert config_of(["~local", "optim.lr=1e-4"]).optim.lr == 1e-4

@@ -15,6 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -61,6 +62,23 @@ def to_config(composed: DictConfig) -> Config:
                 f"{MAX_NAME_LENGTH}; write name=."
             )
     return config
+
+
+def as_typed(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Restore texts that Hydra read as numbers: `name=1E5`, `model.revision=12e5`, `name=1.10`.
+
+    Hydra's grammar gives an unquoted value its own type, and OmegaConf then writes the number as text, in another form.
+    """
+    for line in overrides:
+        key, equals, text = line.partition("=")
+        key = key.lstrip("+")
+        try:
+            parsed = OverridesParser.create().parse_override(line).value() if equals else None
+        except HydraException:  # refused where it is composed
+            continue
+        if isinstance(parsed, bool | int | float) and isinstance(OmegaConf.select(composed, key), str):
+            OmegaConf.update(composed, key, text.strip())
+    return composed
 
 
 def _default_name(model: str, sources: list[str], hw: str) -> str:
@@ -212,6 +230,6 @@ def _checked(overrides: Sequence[str]) -> Config:
 
 def _composed(overrides: list[str]) -> DictConfig:
     if GlobalHydra.instance().is_initialized():
-        return compose("config", overrides=overrides)
+        return as_typed(compose("config", overrides=overrides), overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=overrides)
+        return as_typed(compose("config", overrides=overrides), overrides)
