@@ -16,7 +16,7 @@ from tests.training.runs import REPOSITORY, SAME_SUMS, run
 
 JOB = (
     "debug=smoke", "data=sample_text", "curriculum=single", "logger=jsonl", "lora.dropout=0.1",
-    "sample.max_new_tokens=0", "trainer.max_eval_rows=8",
+    "sample.max_new_tokens=0", "trainer.max_eval_rows=8", "data.sample_text.test_fraction=0.001",
 )  # fmt: skip
 POINTS = ("-m", *JOB, "name=tried", "sweeping.pack=4", "lora.r=4,8", "optim.lr=3e-4")
 FILES = ("adapter/adapter_model.safetensors", "result.json", "metrics.jsonl", "run.log", "README.md", "config.yaml")
@@ -53,6 +53,9 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str,
     ended = run(*POINTS, *more, output_dir=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "sweeping.pack: in one program each: 1 pack of 2 points" in ended.stdout
+    finding = "data.sample_text.test_fraction=0.001; the test split has 0 rows"
+    assert ended.stderr.count(finding) == 1, "what the points have in common is logged once"
+    assert ended.stdout.count(finding) == 2, "the closing lines of the first point, and the sweep's"
     sweep = tmp_path / "sweeps" / "tried"
     alone = run(*JOB, *more, "lora.r=8", "optim.lr=3e-4", "name=alone", output_dir=tmp_path)
     assert alone.returncode == 0, alone.stderr
@@ -71,6 +74,7 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str,
     assert results[together.name]["num_trainable"] == first["num_trainable"]
     assert len({r["eval_loss"] for r in results.values()}) == 2
     log = (together / "run.log").read_text()
+    assert log.count(finding) == 1
     assert log.count("evaluate 8 x 64: compiling") == 1, "the others' lines are in their own files"
     assert "resumed" not in log
 

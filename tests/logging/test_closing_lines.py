@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.runs import REPOSITORY, finished
+from tests.training.runs import REPOSITORY, finished, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.loggers.closing_lines import summary
 from tpu_experiments.storage.run_folder import RunFolder
@@ -49,6 +49,36 @@ def test_a_finished_run_is_reported_without_torch(result: dict[str, Any], output
     assert done.stdout.startswith("finished toy")
     assert "name=toy was finished before; nothing was run." in done.stdout
     assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+def test_a_run_says_every_finding_in_its_log_its_last_lines_and_its_result(
+    result: dict[str, Any], output_dir: Path
+) -> None:
+    """Rows of 64 tokens cut most of the conversations; a run that goes on says so again."""
+    (finding,) = result["findings"]
+    assert finding["severity"] == "warning"
+    assert finding["message"].startswith("data.sample_chat; 43.4 % of the supervised training tokens")
+    log = output_dir / "toy" / "run.log"
+    assert log.read_text().count(finding["message"]) == 1
+    assert json.loads((output_dir / "toy" / "audit.json").read_text())["findings"] == result["findings"]
+    again = run(*TOY, output_dir=output_dir)
+    assert f"\n  warning         {finding['message']}\n" in again.stdout
+    stored = output_dir / "toy" / "result.json"
+    stored.unlink()
+    resumed = run(*TOY, output_dir=output_dir)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"warning: {finding['message']}" in resumed.stderr
+    assert f"\n  warning         {finding['message']}\n" in resumed.stdout
+    assert log.read_text().count(finding["message"]) == 2
+    assert json.loads(stored.read_text())["findings"] == result["findings"]
+
+
+def test_the_runs_of_a_sweep_say_what_they_have_in_common_once() -> None:
+    rows = [Row(f"lora.r={rank}", {}, status="finished", findings=["data.a; x; y."]) for rank in (4, 8)]
+    assert leaderboard.findings([*rows, Row("running", {})]) == ["Finding: data.a; x; y."]
+    rows[0].findings.append("data.b; x; y.")
+    assert leaderboard.findings(rows) == ["Finding: data.a; x; y.", "Finding (1 of 2 points): data.b; x; y."]
+    assert "\n\nFinding: data.a; x; y.\n\n" in leaderboard.markdown(rows, name="t", folder="/lab")
 
 
 def places(value: Any, *keys: Any) -> Iterator[tuple[Any, ...]]:

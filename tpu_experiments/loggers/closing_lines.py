@@ -58,6 +58,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         *(f"    {name:<13} {_loss(result['eval_sources_before'].get(name))} -> {_loss(end)}" for name, end in sources),
         *(line for stage in result["stages"] for line in _stage_lines(stage)),
         *_guard_lines(result["guard"]),
+        *_finding_lines(result.get("findings")),
         f"  trained         {result['num_trainable']:,} of {result['num_parameters']:,} parameters",
         f"  speed           {result['tokens_per_second']:,.0f} tokens/s",
         *plan_line(result.get("plan")),
@@ -213,6 +214,11 @@ def _guard_lines(guard: dict[str, Any]) -> list[str]:
         steps = ", ".join(f"{first} to {last}" for first, last in guard["passed_over"])
         parts.append(f"rolled back {guard['rollbacks']} times, steps {steps} skipped")
     return [f"  guard           {'; '.join(parts)}"] if parts else []
+
+
+def _finding_lines(findings: list[dict[str, str]] | None) -> list[str]:
+    """Return what the audit found in the data; results before 2026-11-28 do not have it."""
+    return [f"  {finding['severity']:<15} {finding['message']}" for finding in findings or []]
 
 
 def _logdir(folder: RunFolder) -> str:

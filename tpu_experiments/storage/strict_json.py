@@ -17,6 +17,7 @@ RESULT = {
     "eval_sources": {ANY: float},
     "sample_before": str,
     "sample_after": str,
+    "findings": [{"message": str}],
     "adapter_path": str,
     "num_trainable": int,
     "goodput": {"run": ACCOUNT},

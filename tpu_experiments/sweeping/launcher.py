@@ -77,6 +77,8 @@ class PointLauncher(Launcher):
         elif points[0].config.task.name == "train":
             if not sweep.has_run:  # else printed when the last point ended
                 print(*leaderboard.lines(sweep.rows.values()), sep="\n")
+            for finding in leaderboard.findings(list(sweep.rows.values())):
+                print(finding)
             print(*leaderboard.best(sweep.rows.values(), name=sweep.name), sep="\n")
             print(*leaderboard.after(sweep.name, folder=sweep.folder), sep="\n")
             print(f"sweep: {sweep.folder}/{leaderboard.NAME}.md")

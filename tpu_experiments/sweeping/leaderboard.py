@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -40,6 +41,8 @@ class Row:
     usd_on_demand: float | None = None
     usd_spot: float | None = None
     adapter_path: str | None = None
+    findings: list[str] = field(default_factory=list)
+    """What the audit found in the point's data."""
 
     @classmethod
     def of(cls, point: Point) -> "Row":
@@ -55,6 +58,7 @@ class Row:
         for name in names:
             setattr(self, name, result.get(name))
         self.tokens_per_second = self.tokens_per_second or None  # 0: a restart with no step left to train
+        self.findings = [each["message"] for each in result.get("findings") or [] if "message" in each]
         account = (result.get("goodput") or {}).get("run") or {}
         self.seconds = account.get("wall_seconds", self.seconds)
         usd = account.get("usd") or {}
@@ -165,7 +169,16 @@ def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
     text = [f"# Sweep {name}", "", _line(table[0]), _line(["---:"] * (len(table[0]) - 1) + ["---"])]
     text += [_line(line) for line in table[1:]]
     units = "Held-out loss in nats per token; seconds are wall time of all lives of a point."
-    text += ["", units, "", *best(rows, name=name), "", *(f"    {each}" for each in after(name, folder=folder)), ""]
+    text += [
+        "",
+        units,
+        *(f"\n{each}" for each in findings(rows)),
+        "",
+        *best(rows, name=name),
+        "",
+        *(f"    {each}" for each in after(name, folder=folder)),
+        "",
+    ]
     return "\n".join(text)
 
 
@@ -182,6 +195,16 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
         "The same settings as a run of their own:",
         "",
         f"    {again}",
+    ]
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Return each finding of the points' audits once, with the number of points where not all have it."""
+    ended = [row for row in rows if row.status == FINISHED]
+    counts = Counter(message for row in ended for message in row.findings)
+    return [
+        f"Finding: {message}" if count == len(ended) else f"Finding ({count} of {len(ended)} points): {message}"
+        for message, count in counts.items()
     ]
 
 

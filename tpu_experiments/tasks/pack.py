@@ -41,12 +41,12 @@ def run(config: Config) -> None:
         raise ConfigError("task.points=null; a sweep starts task=pack and names its folder: -m ... sweeping.pack=auto.")
     place, hosts = PackFolder(config.task.points), Hosts()
     start_run_log(None, rank=0)
-    codes, starts = {}, []
+    codes, starts, said = {}, [], set[str]()
     for command in place.commands():
         own = config_of(command)
         assert own.name is not None
         try:
-            start = start_of(own, hosts, arguments=command)
+            start = start_of(own, hosts, arguments=command, said=said)
         except ConfigError as error:
             codes[own.name] = _refused(own, error)
             continue
@@ -77,7 +77,7 @@ def pack_process(
 ) -> None:
     """Train the runs in this process; `codes` receives their exit codes."""
     place, by_name = PackFolder(folder), {start.folder.name: start for start in starts}
-    kept = kept_records()
+    kept, said = kept_records(), set[str]()
 
     def look(seats: Sequence[Seat]) -> None:
         for seat in seats:
@@ -88,7 +88,7 @@ def pack_process(
     log.info("%d runs train in one program: %s", len(starts), ", ".join(by_name))
 
     def main(seat: Seat) -> int:
-        code = _code_of(runtime, by_name[seat.name], seat=seat, began=began, kept=kept)
+        code = _code_of(runtime, by_name[seat.name], seat=seat, began=began, kept=kept, said=said)
         codes[seat.name] = code
         place.end(seat.name, code)
         return code
@@ -109,7 +109,9 @@ def pack_process(
     pack.run(main)
 
 
-def _code_of(runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: Sequence[logging.LogRecord]) -> int:
+def _code_of(
+    runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: Sequence[logging.LogRecord], said: set[str]
+) -> int:
     """Train one run; return the exit code that it would have had as a process."""
     try:
         train_process(runtime, start.config, start, began, seat, kept)
@@ -118,10 +120,10 @@ def _code_of(runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: 
     except ConfigError as error:
         return _refused(start.config, error)
     except Exception as error:  # one run's bug ends no other
-        said, code = ending_of(error, config=start.config)
-        print(redacted_text(f"error: {said}"), file=sys.stderr)
+        why, code = ending_of(error, config=start.config)
+        print(redacted_text(f"error: {why}"), file=sys.stderr)
         return code
-    print(closing_lines(start))
+    print(closing_lines(start, said=said))
     return 0
 
 

@@ -16,7 +16,6 @@ from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
-from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.forward import first_position
@@ -38,7 +37,7 @@ from tpu_experiments.training.batches import (
     steps_by_stage,
 )
 from tpu_experiments.training.length import new_length
-from tpu_experiments.training.outputs import manifests_of
+from tpu_experiments.training.outputs import findings_of
 from tpu_experiments.training.questions import read_questions
 from tpu_experiments.training.start import StartPoint, find_start
 from tpu_experiments.training.step import require_trainable_patterns
@@ -46,8 +45,11 @@ from tpu_experiments.training.step import require_trainable_patterns
 log = logging.getLogger(__name__)
 
 
-def set_up(config: Config, folder: RunFolder) -> RunInputs:
+def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -> RunInputs:
     """Return everything a run needs but its devices, checked.
+
+    Args:
+        said: findings that an earlier run of this process has logged; receives those of this one.
 
     Raises:
         ConfigError: something the user can fix; nothing was written.
@@ -59,7 +61,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
-    check_findings(config, inputs)
+    check_findings(config, inputs, said=set() if said is None else said)
     new_length(folder, inputs, config)  # says what a run of another length cannot resume from
     check_data(folder, inputs, config=config)
     for text in uneven_rows(inputs.stages) if config.hw.chip is not None else ():
@@ -297,18 +299,18 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
             )
 
 
-def check_findings(config: Config, inputs: RunInputs) -> None:
-    """Refuse prepared data with errors in its audit, or log them; warnings are in audit.html.
+def check_findings(config: Config, inputs: RunInputs, *, said: set[str]) -> None:
+    """Log every finding of the audit that is not among those `said`, or refuse data with an error in its audit.
 
     Raises:
         ConfigError: there is an error, and `prepare.on_finding` is stop.
     """
-    for finding in audit_findings(manifests_of(inputs)):
-        if finding.severity != "error":
-            continue
-        if config.prepare.on_finding == "stop":
+    for finding in findings_of(inputs):
+        if finding.severity == "error" and config.prepare.on_finding == "stop":
             raise ConfigError(f"{finding.message} Or train all the same: prepare.on_finding=warn.")
-        log.warning("%s", finding.message)
+        if finding.message not in said:
+            log.warning("%s", finding.message)
+            said.add(finding.message)
 
 
 def check_data(folder: RunFolder, inputs: RunInputs, *, config: Config) -> None:

@@ -101,11 +101,14 @@ def train(config: Config, hosts: Hosts) -> None:
         print(closing_lines(start))
 
 
-def start_of(config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = None) -> Start | None:
+def start_of(
+    config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = None, said: set[str] | None = None
+) -> Start | None:
     """Return the run, ready to be begun; None where it is finished, which is said.
 
     Args:
         arguments: its command line, where that is not this process's.
+        said: findings of the audit that another run of this process has logged (`set_up`).
 
     Raises:
         ConfigError: something the user can fix; nothing was written.
@@ -127,7 +130,7 @@ def start_of(config: Config, hosts: Hosts, *, arguments: Sequence[str] | None = 
         with explain_storage_errors(config.output_dir):
             verify_newest(folder.path("checkpoints"), hosts)
         with explain_storage_errors(prepared_folder(config), full="failed"):
-            inputs = hosts.together(lambda: set_up(config, folder))
+            inputs = hosts.together(lambda: set_up(config, folder, said=said))
             length = hosts.together(lambda: new_length(folder, inputs, config)) if is_longer else None
         require_same_data(hosts, inputs)
     return Start(config, folder, inputs, length, dict(watch.seconds), sys.argv[1:] if arguments is None else arguments)
@@ -143,10 +146,18 @@ def hold(start: Start, hosts: Hosts, stack: ExitStack) -> None:
         hosts.together(lambda: require_shared(folder, hosts))
 
 
-def closing_lines(start: Start) -> str:
-    """Return the summary of a run that has ended."""
+def closing_lines(start: Start, *, said: set[str] | None = None) -> str:
+    """Return the summary of a run that has ended.
+
+    Args:
+        said: findings that the summary of another run of this process has; receives those of this one.
+    """
     result = start.folder.finished()
     assert result is not None, "the run ended without result.json"
+    if said is not None:
+        new = [finding for finding in result["findings"] if finding["message"] not in said]
+        said.update(finding["message"] for finding in new)
+        result = {**result, "findings": new}
     return summary(result, folder=start.folder, arguments=start.arguments)
 
 

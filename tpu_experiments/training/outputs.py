@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
 from tpu_experiments.config.model_schema import rounded_settings
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.audit.findings import Finding, audit_findings
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.export.full import write_model
@@ -63,6 +65,11 @@ def write_pages(
 def manifests_of(inputs: RunInputs) -> list[dict[str, object]]:
     """Return the manifests of every source at every row length."""
     return [manifest for source in inputs.sources.values() for manifest in source.manifests.values()]
+
+
+def findings_of(inputs: RunInputs) -> list[Finding]:
+    """Return what the audit finds in the data of a run: its log, its closing lines and result.json say all of it."""
+    return audit_findings(manifests_of(inputs))
 
 
 def write_audit(folder: RunFolder, inputs: RunInputs) -> None:
@@ -345,6 +352,7 @@ class RunOutputs:
         self.close("finished")
         fields = result_fields(ending, config=config, provenance=self.provenance)
         fields |= {
+            "findings": [asdict(finding) for finding in findings_of(self.inputs)],
             "adapter_path": self.adapter_path,
             "base_path": self.base_path,
             **({"parts": self.part_paths} if self.part_paths else {}),

@@ -31,8 +31,11 @@ class Finding:
 
 
 def audit_findings(manifests: Sequence[Manifest]) -> list[Finding]:
-    """Return the findings, errors first, each in the order of the manifests."""
-    found = [finding for manifest in manifests for finding in _findings_of(manifest)]
+    """Return the findings, errors first, each in the order of the manifests.
+
+    What is true of a source at every row length is said once.
+    """
+    found = dict.fromkeys(finding for manifest in manifests for finding in _findings_of(manifest))
     return sorted(found, key=lambda finding: finding.severity)
 
 
