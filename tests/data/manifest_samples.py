@@ -34,6 +34,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "packing_efficiency": 0.9877,
         "length_percentiles": {"50": 380, "90": 850, "95": 1_010, "99": 2_400, "100": 5_120},
         "overlaps": dict.fromkeys(_PAIRS, 0),
+        "noticed": noticed(),
         "config": {
             "clean": {},
             "duplicates": {"exact": "drop", "near": 0.8},
@@ -43,6 +44,22 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "seconds": 12.3,
         "tokens_per_second": 1.2e6,
         "peak_rss_gib": 1.1,
+    }
+    return base | changes
+
+
+def noticed(**changes: Any) -> dict[str, Any]:
+    """Counts over the 190 training documents, none of them suspicious."""
+    ends = {"length": 512, "documents": 2, "inside_a_sentence": 1, "near": 0.4}
+    base: dict[str, Any] = {
+        "documents": 190,
+        "rendered": 0,
+        "markers": [],
+        "empty_thoughts": 0,
+        "echoes": 0,
+        "same_answer": {"documents": 3, "text": "Da."},
+        "equal_ends": {"characters": ends, "tokens": {**ends, "length": 128}},
+        "learnt_per_turn": {"train": [9_000, 6_000, 3_000, 2_000]},
     }
     return base | changes
 

@@ -27,13 +27,14 @@ from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
 from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
-from tpu_experiments.data.steps.blocks import BlockIndex, read_index
+from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_notices
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.labels import Counts, Labelling, label_counts, label_text, require_known
+from tpu_experiments.data.steps.notices import Noticed
 from tpu_experiments.data.steps.report import write_report
 from tpu_experiments.data.steps.selection import Selection, select
 from tpu_experiments.data.steps.tokenized import Found, Read, TokenizedSource, tokenize_source
-from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_windows, merged
+from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_windows, learnt_per_turn, merged
 from tpu_experiments.data.steps.workers import map_jobs
 from tpu_experiments.data.store.shards import damaged_shards
 from tpu_experiments.data.store.stream import CacheSettings, Check
@@ -273,6 +274,7 @@ def _make_rows(
         "packing_efficiency": splits["train"]["packing_efficiency"],
         "length_percentiles": _percentiles(blocks, chosen_D=selection.chosen("train")),
         "overlaps": selection.overlaps,
+        "noticed": _noticed(tokens, selection=selection, records=records),
         "groups": groups,
         "md5": {
             record["name"]: record["md5"] for record in [*(r["shard"] for r in records if r["shard"]), *groups.values()]
@@ -283,6 +285,18 @@ def _make_rows(
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
     return manifest | {"audit_hash": audit_hash(manifest)}
+
+
+def _noticed(tokens: TokenizedSource, *, selection: Selection, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return counts over the training documents that the audit looks at; they are not in its hash."""
+    chosen_D, noticed, first = selection.chosen("train"), Noticed(), 0
+    for name in tokens.block_names:
+        arrays, examples = read_notices(tokens.folder, name)
+        count = len(arrays["marks"])
+        noticed.add(arrays, examples, chosen_D=chosen_D[first : first + count])
+        first += count
+    learnt = {split: learnt_per_turn([r for r in records if r["split"] == split]) for split in SPLITS}
+    return {**noticed.counts(), "learnt_per_turn": learnt}
 
 
 def _known_labels(

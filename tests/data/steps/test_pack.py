@@ -54,6 +54,7 @@ def test_no_token_is_lost_or_doubled_but_counted_ones(masks, seq_len):
     assert len(lost) == result.counts["tokens_dropped"]
     assert result.counts["documents_split"] == sum(len(mask) > seq_len for mask in masks)
     assert sorted(set(owner[found].tolist())) == np.flatnonzero(result.kept_D).tolist()
+    assert np.flatnonzero(result.learnt_L).tolist() == sorted(result.rows.ids_NT[result.rows.learn_NT].tolist())
 
 
 @settings(deadline=None)

@@ -1,5 +1,6 @@
 """Statistics from the manifests of prepared data, and warnings about suspicious ones."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,21 @@ MAX_REPORTED_SHARE = 0.2
 MIN_PACKING_EFFICIENCY = 0.9
 MAX_WITHOUT_PROMPT = 0.03
 """Maximum share of the supervised training tokens in answers whose question is in another row."""
+MIN_RENDERED = 0.02
+"""Share of the training documents that spell out marks of a chat format, from which on they are no accident."""
+MIN_SPECIAL = 0.02
+"""The same of documents with strings of the tokenizer's own special tokens."""
+MIN_EMPTY_THOUGHTS = 0.01
+MIN_ECHOES = 0.02
+MIN_BLANK_ANSWERS = 0.05
+MAX_SAME_ANSWER = 0.5
+MIN_CUT, MIN_CUT_INSIDE, MIN_CUT_PEAK = 0.02, 0.6, 5
+"""Documents of one length were cut there if they are this share of all, this share of them ends inside a sentence, and
+they are this many times as many as those of a length nearby."""
+MAX_SHORTENED = 0.05
+"""Share of the training documents that are truncated or dropped because they are longer than a row."""
+MIN_DOCUMENTS = 5
+"""Fewer documents are alike by chance."""
 ROW_MULTIPLE = 128
 """Recommended row lengths are multiples of this, which a TPU computes without padding."""
 ANSWERS_SHOWN = 8
@@ -50,20 +66,17 @@ def by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(slug.replace("_", " "), count) for slug, count in ordered if count]
 
 
-def supervised_by_answer(split: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """Return (name, supervised tokens, documents that have it) of the 1st, 2nd, ... answer.
+def supervised_by_answer(manifest: Manifest) -> list[tuple[str, int]]:
+    """Return (name, tokens that the training rows train on) of the 1st, 2nd, ... answer.
 
     From `ANSWERS_SHOWN` on, answers are joined.
     """
-    tokens = [int(count) for count in split.get("supervised_per_turn") or []]
-    documents = [int(count) for count in split.get("documents_per_turn") or []]
-    documents += [0] * (len(tokens) - len(documents))
-    named = [(f"answer {i + 1}", tokens[i], documents[i]) for i in range(len(tokens))]
+    tokens = [int(count) for count in manifest["noticed"]["learnt_per_turn"].get("train") or []]
+    named = [(f"answer {i + 1}", count) for i, count in enumerate(tokens)]
     if len(named) <= ANSWERS_SHOWN:
         return named
     late = ANSWERS_SHOWN - 1
-    # A document with any later answer also has the first of the joined ones, so that one's count is theirs.
-    return [*named[:late], (f"answer {ANSWERS_SHOWN} on", sum(tokens[late:]), documents[late])]
+    return [*named[:late], (f"answer {ANSWERS_SHOWN} on", sum(tokens[late:]))]
 
 
 def overlaps_of(manifest: Manifest) -> list[tuple[str, str, str, int]]:
@@ -83,6 +96,7 @@ def _findings_of(manifest: Manifest) -> Iterator[Finding]:
         *_overlapping(manifest),
         *_across(manifest),
         *_suspicious(manifest),
+        *_noticed(manifest),
     ):
         yield Finding(severity, name, message)
 
@@ -195,6 +209,7 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
         )
     if split == "train":
         yield from _without_prompt(manifest, numbers=numbers)
+        yield from _shortened(manifest, numbers=numbers)
     # Few rows are held out, and one row may be part empty however good the packing.
     if (
         split == "train"
@@ -213,17 +228,138 @@ def _without_prompt(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
     lost, supervised, seq_len = without_prompt(numbers), numbers["supervised_tokens"], manifest["seq_len"]
     if lost <= MAX_WITHOUT_PROMPT * supervised:
         return
-    lengths: dict[int, int] = {int(share): tokens for share, tokens in manifest["length_percentiles"].items()}
-    longer = ((share, tokens) for share, tokens in sorted(lengths.items()) if share >= 95 and tokens > seq_len)
-    share, tokens = next(longer, (100, max(lengths.values(), default=int(seq_len))))
-    row = math.ceil(tokens / ROW_MULTIPLE) * ROW_MULTIPLE
     yield (
         "warning",
         f"data.{manifest['source']}; {percent(lost, supervised)} of the supervised training tokens ({lost:,} of "
         f"{supervised:,}) have lost their prompt or a part of it: documents longer than {seq_len:,} tokens are split, "
-        f"and their row begins inside the question or the answer; trainer.seq_len={row} holds {share} % of the "
-        f"documents ({tokens:,} tokens or fewer), and prepare.long_documents=truncate keeps none of these tokens.",
+        f"and their row begins inside the question or the answer; {_longer_rows(manifest)}, and "
+        "prepare.long_documents=truncate keeps none of these tokens.",
     )
+
+
+def _longer_rows(manifest: Manifest) -> str:
+    """Return the row length that holds 99 % of the documents, or all of them, as a remedy."""
+    lengths: dict[int, int] = {int(share): tokens for share, tokens in manifest["length_percentiles"].items()}
+    longer = ((share, n) for share, n in sorted(lengths.items()) if share >= 99 and n > manifest["seq_len"])
+    share, tokens = next(longer, (100, max(lengths.values(), default=int(manifest["seq_len"]))))
+    row = math.ceil(tokens / ROW_MULTIPLE) * ROW_MULTIPLE
+    return (
+        f"trainer.seq_len={row} holds {share} % of the documents ({tokens:,} tokens or fewer), as trainer.seq_len=auto "
+        "does up to model.row_tokens"
+    )
+
+
+def _shortened(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
+    """Report documents that are truncated or dropped because they are longer than a row."""
+    name, cut, documents = manifest["source"], numbers["documents_truncated"], numbers["documents"]
+    if cut > MAX_SHORTENED * documents:
+        yield (
+            "warning",
+            f"data.{name}; {_share(cut, documents, 'training document')} are longer than {manifest['seq_len']:,} "
+            f"tokens and truncated by prepare.long_documents=truncate, {numbers['tokens_dropped']:,} tokens are "
+            f"dropped; {_longer_rows(manifest)}.",
+        )
+    dropped, read = manifest["documents_reported"].get("too_long", 0), manifest["documents_in"]
+    if dropped > MAX_SHORTENED * read:
+        yield (
+            "warning",
+            f"data.{name}; {_share(dropped, read, 'document')} are longer than {manifest['seq_len']:,} tokens and left "
+            f"out by prepare.long_documents=drop; {_longer_rows(manifest)}.",
+        )
+
+
+def _noticed(manifest: Manifest) -> Found:
+    """Report what the training documents themselves show (data/steps/notices.py)."""
+    name, noticed = manifest["source"], manifest["noticed"]
+    documents, is_chat = noticed["documents"], manifest["kind"] == "chat"
+    kind = "training conversation" if is_chat else "training text"
+    special = manifest["changes"].get("special_tokens_in_text", 0)
+    if noticed["rendered"] > MIN_RENDERED * documents:
+        remedy = (
+            f"give conversations as `messages` with data.{name}.kind=chat (data.{name}.format=llama2 and "
+            "human_assistant read texts with [INST] or ### Human), and the model's chat format writes its own marks"
+        )
+        if is_chat:
+            remedy = "give each turn as a message of its own, without the marks of another chat format"
+        yield (
+            "warning",
+            f"data.{name}; {_share(noticed['rendered'], documents, kind)} spell out marks of a chat format "
+            f"({', '.join(noticed['markers'])}); they are plain text there and become several tokens, "
+            f"learnt as any text is, never the control tokens of a chat; {remedy}.",
+        )
+    elif special > MIN_SPECIAL * manifest["documents_in"]:
+        yield (
+            "warning",
+            f"data.{name}; {_share(special, manifest['documents_in'], 'document')} spell out special tokens of the "
+            "tokenizer; they are read as plain text and become several tokens, never the special ones; take them out: "
+            "beginning, end and turns of a document are marked by themselves.",
+        )
+    if noticed["empty_thoughts"] > MIN_EMPTY_THOUGHTS * documents:
+        yield (
+            "warning",
+            f"data.{name}; {_share(noticed['empty_thoughts'], documents, kind)} have an empty block of reasoning "
+            "(<think></think>) in a learnt answer, which the chat template writes where a turn has none; the model "
+            "learns to answer without thinking; give the reasoning as `reasoning_content` of the turns, or, if it "
+            "shall not reason, take a chat format without the block (model.chat_format=chatml).",
+        )
+    if is_chat:
+        yield from _answers(manifest)
+    if "labels" not in manifest:
+        yield from _cut(manifest, kind=kind)
+
+
+def _answers(manifest: Manifest) -> Found:
+    """Report answers that are all the same, repeat their question or are blank."""
+    name, noticed, read = manifest["source"], manifest["noticed"], manifest["documents_in"]
+    documents, kind = noticed["documents"], "training conversation"
+    same, echoes = noticed["same_answer"], noticed["echoes"]
+    if same["documents"] >= MIN_DOCUMENTS and same["documents"] > MAX_SAME_ANSWER * documents:
+        yield (
+            "warning",
+            f"data.{name}; {_share(same['documents'], documents, kind)} end with one and the same answer "
+            f"({json.dumps(same['text'], ensure_ascii=False)}); the model learns to give it whatever is asked; leave "
+            f"most of them out, or name the field that holds the answers (data.{name}.fields).",
+        )
+    if echoes >= MIN_DOCUMENTS and echoes > MIN_ECHOES * documents:
+        yield (
+            "warning",
+            f"data.{name}; {_share(echoes, documents, kind)} end with an answer that repeats the turn before it word "
+            f"for word; the model learns to echo; leave these rows out, or check data.{name}.fields.",
+        )
+    blank = manifest["changes"].get("blank_answer_not_learnt", 0)
+    if blank >= MIN_DOCUMENTS and blank > MIN_BLANK_ANSWERS * read:
+        yield (
+            "warning",
+            f"data.{name}; {_counted(blank, 'answer')} in {_counted(read, 'document')} are blank and not learnt; check "
+            f"that data.{name}.fields names the field that holds the answers, or leave these rows out.",
+        )
+
+
+def _cut(manifest: Manifest, *, kind: str) -> Found:
+    """Report answers or texts that were cut at one length when the data was made."""
+    noticed = manifest["noticed"]
+    documents = noticed["documents"]
+    for unit, ends in noticed["equal_ends"].items():
+        count, inside = ends["documents"], ends["inside_a_sentence"]
+        if (
+            count >= max(MIN_DOCUMENTS, MIN_CUT * documents)
+            and inside >= MIN_CUT_INSIDE * count
+            and count >= MIN_CUT_PEAK * ends["near"]
+        ):
+            what = "end with an answer of" if manifest["kind"] == "chat" else "have"
+            yield (
+                "warning",
+                f"data.{manifest['source']}; {_share(count, documents, kind)} {what} exactly {ends['length']:,} "
+                f"{unit}, {inside:,} of them end inside a sentence; they were cut there when the data was made "
+                "(max_tokens, max_length), and the model learns to stop in the middle; make them again with a higher "
+                "limit, or leave these rows out.",
+            )
+            return
+
+
+def _share(part: int, whole: int, noun: str) -> str:
+    """Format `95 of 96 training texts (99.0 %)`."""
+    return f"{part:,} of {_counted(whole, noun)} ({percent(part, whole)})"
 
 
 def without_prompt(numbers: Mapping[str, Any]) -> int:

@@ -231,10 +231,9 @@ def _chart_parts(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         title = "Length of documents"
         caption = f"Training documents by their number of tokens. A row holds {manifest['seq_len']:,}."
         yield title, histogram(lengths["documents"], edges=lengths["edges"], title=title), caption
-    answers = supervised_by_answer(train)
+    answers = supervised_by_answer(manifest)
     if manifest["kind"] == "chat" and answers:
-        total = sum(tokens for _, tokens, _ in answers)
-        bars = [(name, float(tokens), percent(tokens, total)) for name, tokens, _ in answers]
+        bars = [(name, float(tokens), percent(tokens, train["supervised_tokens"])) for name, tokens in answers]
         title = "Supervised tokens by answer"
         caption = "Which answer of a conversation the learnt tokens are in: the first, the second, and so on."
         yield title, bar_chart(bars, title=title, kind="learnt"), caption

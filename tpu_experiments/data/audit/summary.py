@@ -134,7 +134,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "long documents", long_documents_text(manifest)
     train = manifest["splits"].get("train", {})
     learnt = train.get("supervised_tokens", 0)
-    answers = [f"{label} {percent(tokens, learnt)}" for label, tokens, _ in supervised_by_answer(train)]
+    answers = [f"{label} {percent(tokens, learnt)}" for label, tokens in supervised_by_answer(manifest)]
     if manifest["kind"] == "chat" and answers:
         yield "supervised in", _listed(answers)
     for split, counts in manifest.get("labels", {}).items():

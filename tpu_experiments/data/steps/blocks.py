@@ -3,7 +3,8 @@
 blocks/00000-000012.tokens.safetensors  ids (L,), flags (L,)
                     .minhash.npy        (D, P), when near duplicates are searched for
                     .index.safetensors  lengths, characters, numbers (D,), keys (D, 2), prompts (D,), exact (D, 2) where
-                                        duplicates.exact=drop, groups (D,) where split_by is a field, reported; last
+                                        duplicates.exact=drop, groups (D,) where split_by is a field, notice_marks,
+                                        notice_answers (D,), notice_ends (D, 2), reported; last
 
 A block whose index exists is complete and is not made again, so a preparation that was killed resumes. The content of
 a block depends on its rows alone: blocks never span two files, and are cut by number of rows and bytes. The index is
@@ -36,6 +37,7 @@ from tpu_experiments.data.cleaning.duplicates import Signer, content_key, exact_
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
+from tpu_experiments.data.steps.notices import Arrays, notices_of
 from tpu_experiments.data.steps.pack import flatten
 from tpu_experiments.data.tokens.tokenize import ByteTokenizer, DocumentTokenizer, Tokens
 from tpu_experiments.storage import paths
@@ -112,6 +114,9 @@ log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2048
 BLOCK_BYTES = 2 * 2**20  # of raw rows; about a second of work
+
+NOTICE = "notice_"
+"""Prefix of the arrays of data/steps/notices.py."""
 
 SUFFIX_OF = {"tokens": "tokens.safetensors", "minhash": "minhash.npy"}
 
@@ -260,12 +265,15 @@ class BlockMaker:
         if settings.spec.group_field is not None:
             groups = b"".join(group_key(document) for document in documents)
             arrays["groups"] = np.frombuffer(groups, np.uint64)
+        notices, examples = notices_of(made)
+        arrays |= {f"{NOTICE}{name}": values for name, values in notices.items()}
         bad = next((vars(item) for item in refused if item.is_bad_row), None)
         facts = {
             SEAL: UNSEALED,
             "block": block.name,
             "rows": len(block.items),
             "changes": dict(sorted(changes.items())),
+            "examples": examples,
             "first_bad_row": bad,
             "sha256": digests,
             **({} if block.split is None else {"split": block.split}),
@@ -358,6 +366,12 @@ def read_keys(folder: str, name: str) -> Keys:
     """Read the hashes of a block's documents; raises as `read_index` does."""
     arrays, _ = _opened(folder, name)
     return Keys(arrays["keys"], arrays["prompts"], arrays.get("exact"), arrays.get("groups"))
+
+
+def read_notices(folder: str, name: str) -> tuple[Arrays, dict[str, Any]]:
+    """Read the result of `notices_of` for a block; raises as `read_index` does."""
+    arrays, facts = _opened(folder, name)
+    return {key.removeprefix(NOTICE): arrays[key] for key in arrays if key.startswith(NOTICE)}, facts["examples"]
 
 
 def joined(parts: Sequence[Keys]) -> Keys:

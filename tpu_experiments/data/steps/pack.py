@@ -144,6 +144,8 @@ class Packed:
     rows: Rows
     kept_D: NDArray[np.bool_]
     """Documents that are in the rows, at least in part."""
+    learnt_L: NDArray[np.bool_]
+    """Tokens of the documents that are trained on in a row."""
     counts: Counter[str] = field(default_factory=Counter)
     """`documents_split`, `documents_truncated`, `documents_truncated_in_turn`; `tokens_dropped` by truncation and with
     pieces without a trainable token; `too_long` and `nothing_to_learn`, the documents that are not kept;
@@ -200,7 +202,15 @@ def pack(
     counts["supervised_without_prompt"] = _without_prompt(flat, learn_L, placed=placed)
     rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id)
     _fill(rows, flat.ids_L, learn_L, placed=placed)
-    return Packed(rows, kept_D, counts)
+    return Packed(rows, kept_D, learn_L & _placed(placed, num_tokens=len(learn_L)), counts)
+
+
+def _placed(placed: Placed, *, num_tokens: int) -> NDArray[np.bool_]:
+    """Return the mask (L,) of the tokens that are in a row."""
+    borders = np.zeros(num_tokens + 1, np.int8)  # of pieces that do not overlap: 1 at a begin, -1 at an end, 0 at both
+    np.add.at(borders, placed.start_P, 1)
+    np.add.at(borders, placed.start_P + placed.length_P, -1)
+    return np.cumsum(borders[:-1], dtype=np.int8).astype(np.bool_)
 
 
 def _without_prompt(flat: FlatTokens, learn_L: NDArray[np.bool_], *, placed: Placed) -> int:

@@ -167,7 +167,7 @@ class WindowMaker:
             "counts": {**packed.counts, **_totals(packed)},
             "too_long": window.documents[~packed.kept_D & too_long].tolist(),
             "nothing_to_learn": window.documents[~packed.kept_D & ~too_long].tolist(),
-            **_shape_of(flat, kept_D=packed.kept_D),
+            **_shape_of(flat, kept_D=packed.kept_D, learnt_L=packed.learnt_L),
         }
 
     def _read(self, window: Window) -> FlatTokens:
@@ -202,8 +202,12 @@ def _totals(packed: Packed) -> dict[str, int]:
     }
 
 
-def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[int]]:
-    """Return the length histogram of the kept documents, and trainable tokens by answer number."""
+def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_], learnt_L: NDArray[np.bool_]) -> dict[str, list[int]]:
+    """Return the length histogram of the kept documents, and their tokens to learn by answer number.
+
+    `supervised_per_turn` counts those of whole documents, as earlier versions did (it is in the audit hash),
+    `learnt_per_turn` those that are learnt in a row: without what is truncated, and the first token of a piece.
+    """
     document_L = np.repeat(np.arange(flat.num_documents, dtype=np.int32), flat.lengths_D)
     learn_L = ((flat.flags_L & LEARN) > 0) & kept_D[document_L]
     begins_answer_L = learn_L & ~np.concatenate([[False], learn_L[:-1]])
@@ -213,12 +217,14 @@ def _shape_of(flat: FlatTokens, *, kept_D: NDArray[np.bool_]) -> dict[str, list[
     before_D = np.concatenate([np.zeros(1, np.int32), answer_L])[np.cumsum(flat.lengths_D) - flat.lengths_D]
     turn_L = np.minimum(answer_L - before_D[document_L] - 1, MAX_TURNS - 1)
     per_turn = np.bincount(turn_L[learn_L], minlength=1)
+    learnt = np.bincount(turn_L[learnt_L], minlength=len(per_turn))
     answers_D = np.bincount(document_L[begins_answer_L], minlength=flat.num_documents)
     having = [int(np.count_nonzero(answers_D > turn)) for turn in range(len(per_turn))]
     edges = (*LENGTH_EDGES, np.inf)
     histogram, _ = np.histogram(flat.lengths_D[kept_D], bins=edges)
     return {
         "supervised_per_turn": per_turn.tolist(),
+        "learnt_per_turn": learnt.tolist(),
         "documents_per_turn": having,
         "length_histogram": histogram.tolist(),
     }
@@ -244,6 +250,11 @@ def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]
         "shards": shards,
         "packing_efficiency": counts["tokens"] / max(1, slots),
     }
+
+
+def learnt_per_turn(records: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the tokens that a split's rows train on, by answer number; their sum is its `supervised_tokens`."""
+    return _added([record["learnt_per_turn"] for record in records])
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:

@@ -135,6 +135,8 @@ class Tokens:
     ids: NDArray[np.int32]
     flags: NDArray[np.uint8]
     document_id: str
+    has_empty_thought: bool = False
+    """Whether an answer that is trained on has a block of reasoning with nothing in it."""
 
 
 class DocumentTokenizer:
@@ -159,9 +161,12 @@ class DocumentTokenizer:
         done: list[Tokens | Refused] = []
         for batch in _batches(documents):
             arrays: dict[int, _Arrays | Refused] = {}
+            empty_thoughts: set[int] = set()
             self._tokenize_texts(batch, arrays)
-            self._tokenize_chats(batch, arrays)
-            done += [_checked(document, arrays[i]) for i, document in enumerate(batch)]
+            self._tokenize_chats(batch, arrays, empty_thoughts)
+            done += [
+                _checked(document, arrays[i], has_empty_thought=i in empty_thoughts) for i, document in enumerate(batch)
+            ]
         return done
 
     def _tokenize_texts(self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"]) -> None:
@@ -180,7 +185,9 @@ class DocumentTokenizer:
         for i, encoding in self._encoded(plain, with_offsets=False):
             done[i] = self._closed(batch[i], encoding.ids)
 
-    def _tokenize_chats(self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"]) -> None:
+    def _tokenize_chats(
+        self, batch: Sequence[Document], done: dict[int, "_Arrays | Refused"], empty_thoughts: set[int]
+    ) -> None:
         plain: dict[int, RenderedChat] = {}
         for i, document in enumerate(batch):
             if document.messages is None:
@@ -205,9 +212,11 @@ class DocumentTokenizer:
             rendered = self._taught(rendered, document, num_turns=len(answered))
             if is_plain:
                 plain[i] = rendered
+                empty_thoughts.update([i] * _has_empty_thought(rendered))
             else:
                 self.counts["special_tokens_in_text"] += 1
                 ids, encoding, rendered = self._control.encode_chat(rendered)
+                empty_thoughts.update([i] * _has_empty_thought(rendered))
                 done[i] = self._closed_chat(ids, flags_of(encoding, rendered=rendered))
         texts = {i: rendered.text for i, rendered in plain.items()}
         for i, encoded in self._encoded(texts, with_offsets=True):
@@ -370,13 +379,24 @@ def _characters(encoding: Encoding | WordEncoding, token: int) -> tuple[int, int
     return characters
 
 
-def _checked(document: Document, arrays: "_Arrays | Refused") -> Tokens | Refused:
+def _checked(document: Document, arrays: "_Arrays | Refused", *, has_empty_thought: bool = False) -> Tokens | Refused:
     if isinstance(arrays, Refused):
         return arrays
     ids, flags = arrays
     if not np.any(flags & LEARN):
         return Refused("nothing_to_learn", _place(document), "has no token to learn.", is_bad_row=False)
-    return Tokens(ids, flags, document.id)
+    return Tokens(ids, flags, document.id, has_empty_thought)
+
+
+_EMPTY_THOUGHT = re.compile(
+    r"<(think|thinking|thought|reasoning|reflection|seed:think)>\s*</\1>|\[THINK\]\s*\[/THINK\]"
+    r"|<\|channel\|>(?:analysis|thought)<\|message\|>\s*<\|end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
+)
+
+
+def _has_empty_thought(rendered: RenderedChat) -> bool:
+    """Return whether a span that is trained on has a block of reasoning with nothing in it."""
+    return any(_EMPTY_THOUGHT.search(rendered.text, begin, end) is not None for begin, end in rendered.answers)
 
 
 def _up_to_last_answer(document: Document) -> Messages:
