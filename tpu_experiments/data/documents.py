@@ -24,12 +24,14 @@ class Document:
     context: tuple[int, ...] = ()
     """Indices of assistant turns, from 0, that are read as context and not trained on (`train: false`)."""
     extras: tuple[str, ...] = ()
-    """Per turn, the JSON of its template fields beside the content (`tool_calls`, `name`, `tool_call_id`), or ""; empty
-    where no turn has any."""
+    """Per turn, the JSON of its template fields beside the content (`reasoning_content`, `tool_calls`, `name`,
+    `tool_call_id`), or ""; empty where no turn has any."""
     tools: str = ""
     """The tools offered to the assistant, as a JSON list."""
     label: str | None = None
     """What a text is classified as; None where it is not."""
+    unread: tuple[str, ...] = ()
+    """Names of the row's fields that were not read, such as `source` or `messages[].score`; no part of the content."""
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"

@@ -21,13 +21,13 @@ from tpu_experiments.config.data_schema import FIRST_TURN, OWN_KEYS, DataSourceC
 from tpu_experiments.config.defaults import Lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.data.audit.summary import audit_hash, origins_text
+from tpu_experiments.data.audit.summary import audit_hash, not_read_text, origins_text
 from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
 from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
-from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_notices
+from tpu_experiments.data.steps.blocks import BlockIndex, most_common, read_index, read_notices
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.labels import Counts, Labelling, label_counts, label_text, require_known
 from tpu_experiments.data.steps.notices import Noticed
@@ -101,6 +101,7 @@ def prepare(
             cache=preparation.cache,
             check=_shard_check(manifest for _, manifest in rows.values()),
         )
+        _log_not_read(next(iter(prepared[name].manifests.values())))
     add_overlaps_across_sources(prepared, sources=sources)
     return prepared
 
@@ -260,8 +261,10 @@ def _make_rows(
         folder, tokens=tokens, selection=selection, records=records, tokenizer=preparation.tokenizer
     )
     changes: Counter[str] = Counter()
+    not_read: Counter[str] = Counter()
     for block in blocks:
         changes.update(block.changes)
+        not_read.update(block.not_read)
     manifest = {
         **_described(tokens, seq_len=seq_len, preparation=preparation),
         "max_token_id": max(block.max_token_id for block in blocks),
@@ -270,6 +273,7 @@ def _make_rows(
         "documents_reported": dict(sorted(reported.items())),
         "examples": examples,
         "changes": dict(sorted(changes.items())),
+        "not_read": most_common(not_read),
         "splits": splits,
         "packing_efficiency": splits["train"]["packing_efficiency"],
         "length_percentiles": _percentiles(blocks, chosen_D=selection.chosen("train")),
@@ -428,6 +432,12 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
             f"{key}.eval_fraction={eval_fraction}; no row was held out ({read}); raise it, set it to 0, "
             f"{alike}or add documents to {tokens.spec.path}."
         )
+
+
+def _log_not_read(manifest: Mapping[str, Any]) -> None:
+    """Log the fields of a source's rows that were not read."""
+    if manifest.get("not_read"):
+        log.info("data.%s: not read: %s", manifest["source"], not_read_text(manifest))
 
 
 def _log_source(manifest: Mapping[str, Any], *, folder: str) -> None:

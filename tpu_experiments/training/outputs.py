@@ -363,6 +363,7 @@ class RunOutputs:
             "base_path": self.base_path,
             **({"parts": self.part_paths} if self.part_paths else {}),
             "expected_programs": expected_programs(self.inputs, config),
+            "not_read": {manifest["source"]: manifest.get("not_read", {}) for manifest in manifests_of(self.inputs)},
         }
         fields["tuned"] = self.estimates.tuned
         fields |= {"plan": compared_with_plan(self.estimates, self._measured(ending)), "goodput": goodput}

@@ -84,8 +84,11 @@ def test_question_answer_leaves_out_what_is_empty():
     fields = QUESTION_ANSWER | {"reasoning": "", "case_citation": None}
     head = "### Topic: Contract Law - Offer\n### Difficulty: basic\n\n### Answer:\nNo."
     assert document(fields, "question_answer").messages[1] == ("assistant", head)
-    bare = {"question": "q", "answer": "a"}
-    assert document(bare, "question_answer").messages[1] == ("assistant", "### Answer:\na")
+
+
+@pytest.mark.parametrize("beside", [{}, {"topic": "law"}, {"reasoning": "r"}, {"difficulty": None, "source": "s"}])
+def test_an_answer_without_the_recipes_columns_is_learnt_as_written(beside):
+    assert document({"question": "q", "answer": "a", **beside}, "question_answer").messages == turns("q", "a")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tpu_experiments.data.audit.summary import (
     audit_json,
     duplicates_text,
     long_documents_text,
+    not_read_text,
     origins_text,
     shortened,
 )
@@ -254,6 +255,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str, str]]:
     return [
         *([("Splits", "", origins_text(manifest))] if manifest.get("origins") else []),
         ("Changed or noticed", "", changes or "nothing"),
+        *([("Not read (rows)", "", not_read_text(manifest))] if manifest.get("not_read") else []),
         ("Longer than a row", "", long_documents_text(manifest)),
         ("Duplicates", "", duplicates_text(manifest)),
         ("Overlaps", "", overlaps or "not compared"),

@@ -22,6 +22,7 @@ from tpu_experiments.data.audit.findings import (
 from tpu_experiments.data.steps.labels import label_text
 
 COLUMNS = 100
+NAMES_SHOWN = 20
 SHOWN_WHOLE = 8
 """Up to this many sources and row lengths the table has more than the sizes of their splits; the page has
 everything."""
@@ -129,6 +130,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "splits", origins_text(manifest)
     changes = _listed(f"{change} {count:,}" for change, count in by_count(manifest["changes"]))
     yield "changed", changes or "nothing"
+    if manifest.get("not_read"):
+        yield "not read", not_read_text(manifest)
     if manifest["length_percentiles"]:
         yield "document length", lengths_text(manifest)
     yield "long documents", long_documents_text(manifest)
@@ -171,6 +174,13 @@ def long_documents_text(manifest: Manifest) -> str:
 def origins_text(manifest: Mapping[str, Any]) -> str:
     """Format the origin of each split, where the split hash alone does not decide."""
     return "; ".join(f"{split}: {words}" for split, words in manifest["origins"].items())
+
+
+def not_read_text(manifest: Mapping[str, Any]) -> str:
+    """Format the fields of the rows that were not read, with the number of rows that have each, the largest first."""
+    counts = sorted(manifest.get("not_read", {}).items(), key=lambda item: (-item[1], item[0]))
+    more = f" and {len(counts) - NAMES_SHOWN} more" if len(counts) > NAMES_SHOWN else ""
+    return ", ".join(f"{name} {count:,}" for name, count in counts[:NAMES_SHOWN]) + more
 
 
 def duplicates_text(manifest: Manifest) -> str:

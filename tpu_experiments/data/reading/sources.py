@@ -5,10 +5,11 @@ from itertools import chain, islice
 
 from tpu_experiments.data.documents import Document, Refused, SourceSpec, no_document
 from tpu_experiments.data.reading.files import read_raw
-from tpu_experiments.data.reading.formats import document_of, field_of, recognise
+from tpu_experiments.data.reading.formats import document_of, field_of
 from tpu_experiments.data.reading.hub import HubRows
 from tpu_experiments.data.reading.locations import SourceFile, list_files
 from tpu_experiments.data.reading.raw_rows import RawRow
+from tpu_experiments.data.reading.recognition import recognise
 
 RawRows = Generator[RawRow | Refused]
 

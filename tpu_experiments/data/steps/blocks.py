@@ -19,7 +19,7 @@ import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -44,7 +44,8 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
 _TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("train", pyarrow.bool_())])
-_TOOL_TURN = pyarrow.struct([*_TURN, *((name, pyarrow.string()) for name in ("tool_calls", "name", "tool_call_id"))])
+_EXTRAS = ("reasoning_content", "tool_calls", "name", "tool_call_id")
+_EXTRA_TURN = pyarrow.struct([*_TURN, *((name, pyarrow.string()) for name in _EXTRAS)])
 SCHEMA = pyarrow.schema(
     [
         ("id", pyarrow.string()),
@@ -56,10 +57,10 @@ SCHEMA = pyarrow.schema(
 )
 """Exactly one of `text` and `messages` is set. `train` is false for an answer that is not trained on, else null.
 `place` names the file and line that the document was read from."""
-TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_TOOL_TURN))).append(
+TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_EXTRA_TURN))).append(
     pyarrow.field("tools", pyarrow.string())
 )
-"""Schema of files with conversations that use tools; calls and tools are JSON strings."""
+"""Schema of files with conversations that have reasoning or use tools; calls and tools are JSON strings."""
 
 
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
@@ -114,6 +115,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 2048
 BLOCK_BYTES = 2 * 2**20  # of raw rows; about a second of work
+NAMES_COUNTED, OTHER_NAMES = 100, "(other names)"
 
 NOTICE = "notice_"
 """Prefix of the arrays of data/steps/notices.py."""
@@ -182,6 +184,8 @@ class BlockMaker:
         self.cleaner = Cleaner(settings.clean)
         self.tokenizer = ByteTokenizer() if settings.tokenizer is None else DocumentTokenizer(settings.tokenizer)
         self.signer = Signer() if settings.is_signed else None
+        self.not_read: Counter[str] = Counter()
+        """Rows of the block with each field that was not read."""
 
     def __call__(self, block: Block) -> str:
         """Write the block's files unless they are complete; return the block's name."""
@@ -195,6 +199,7 @@ class BlockMaker:
     def make(self, block: Block) -> None:
         """Write the block's files, the index last."""
         before = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
+        self.not_read = Counter()
         refused: list[Refused] = []
         documents = _collect_refused((self._document(item) for item in block.items), refused)
         made: list[tuple[Document, Tokens]] = []
@@ -209,6 +214,8 @@ class BlockMaker:
 
     def _document(self, item: Item) -> Document | Refused:
         document = document_of(item, spec=self.settings.spec) if isinstance(item, RawRow) else item
+        if isinstance(document, Document):
+            self.not_read.update(document.unread)
         if isinstance(document, Document) and document.group is None and self.settings.spec.group_field is not None:
             message = "has no `group`, which a reader of your own sets where data.<name>.split_by is a field."
             document = Refused("no_group", document.place or document.id, message)
@@ -225,7 +232,12 @@ class BlockMaker:
         return document
 
     def _write(
-        self, block: Block, made: list[tuple[Document, Tokens]], *, refused: list[Refused], changes: Counter[str]
+        self,
+        block: Block,
+        made: list[tuple[Document, Tokens]],
+        *,
+        refused: list[Refused],
+        changes: Counter[str],
     ) -> None:
         settings, documents = self.settings, [document for document, _ in made]
         stem = paths.join(settings.folder, "blocks", block.name)
@@ -274,6 +286,7 @@ class BlockMaker:
             "rows": len(block.items),
             "changes": dict(sorted(changes.items())),
             "examples": examples,
+            "not_read": most_common(self.not_read),
             "first_bad_row": bad,
             "sha256": digests,
             **({} if block.split is None else {"split": block.split}),
@@ -281,6 +294,16 @@ class BlockMaker:
         # A single metadata entry, since safetensors writes several in random order.
         content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
         paths.write_bytes_atomic(index_path(settings.folder, block.name), content)
+
+
+def most_common(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the `NAMES_COUNTED` largest counts by name, and the sum of all others as `OTHER_NAMES`.
+
+    Rows whose fields have names of their own, such as dates, must not make the record grow with the file.
+    """
+    own = sorted((item for item in counts.items() if item[0] != OTHER_NAMES), key=lambda item: (-item[1], item[0]))
+    others = sum(count for _, count in own[NAMES_COUNTED:]) + counts.get(OTHER_NAMES, 0)
+    return dict(sorted(own[:NAMES_COUNTED])) | ({OTHER_NAMES: others} if others else {})
 
 
 def index_path(folder: str, name: str) -> str:
@@ -297,6 +320,8 @@ class BlockIndex:
     lengths_D: NDArray[np.int64]
     characters_D: NDArray[np.int64]
     changes: Counter[str]
+    not_read: Counter[str]
+    """Rows with each field that was not read (`Document.unread`)."""
     first_bad_row: Refused | None
     max_token_id: int
     sha256: dict[str, str]
@@ -339,6 +364,7 @@ def read_index(folder: str, name: str) -> BlockIndex:
         lengths_D=arrays["lengths"],
         characters_D=arrays["characters"],
         changes=Counter(facts["changes"]),
+        not_read=Counter(facts.get("not_read", {})),
         first_bad_row=Refused(**bad) if bad else None,
         max_token_id=int(arrays["max_token_id"][0]),
         sha256=facts["sha256"],

@@ -27,7 +27,10 @@ VERSION = 4
 CHAT_VERSION = 2
 """Incremented when the same conversation yields other tokens, or another loss mask."""
 
-RECOGNITION = 1
+READING = 1
+"""Incremented when the same row gives another document, is refused, or has other fields that are not read."""
+
+RECOGNITION = 2
 """Incremented when `format: auto` recognises the same rows as another format."""
 
 _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
@@ -57,6 +60,7 @@ def tokens_key(
     return short_hash(
         {
             "version": VERSION,
+            "reading": READING,
             "content": content,
             "kind": spec.kind,
             "format": spec.format,
@@ -127,7 +131,7 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
     for document in read():
         # Later fields count only where set, so that data prepared before they existed is still found.
         later = _LATER if isinstance(document, Document) else ("text",)
-        known = {name: value for name, value in vars(document).items() if name not in later or value}
+        known = {name: v for name, v in vars(document).items() if name != "unread" and (name not in later or v)}
         digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GenerateTaskConfig
-from tpu_experiments.data.reading.formats import ROLES
+from tpu_experiments.data.reading.names import ROLES
 from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render, render_prompt
 from tpu_experiments.data.tokens.tokenizer import require_chat_template, text_end_ids
 from tpu_experiments.storage import paths

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ServeTaskConfig
-from tpu_experiments.data.reading.formats import ROLES
+from tpu_experiments.data.reading.names import ROLES
 from tpu_experiments.data.tokens.chat import Messages
 
 MAX_TEMPERATURE = 100.0
