@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.data import templates
 from tests.data.preparing import (
     SHARED,
     all_rows,
@@ -15,6 +16,7 @@ from tests.data.preparing import (
     texts,
     write_lines,
 )
+from tests.data.small_tokenizers import byte_level, with_template
 from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, DuplicatesConfig, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.audit.findings import audit_findings
@@ -302,6 +304,28 @@ def test_real_data(file, kind, count, tmp_path, tokenizer):
     rows = all_rows(prepared_source, "train", 1024)
     assert np.all(rows.learn_NT <= (rows.positions_NT > 0)), "a segment's first token is never predicted"
     assert 0.05 < rows.num_supervised / rows.num_tokens <= 1
+
+
+@pytest.mark.parametrize("rewritten", ["split", "context"])
+def test_answers_that_the_template_rewrites(tmp_path, rewritten, caplog):
+    """Reasoning of earlier turns is dropped: each answer gets a document, or the last alone is learnt."""
+    qwen3 = with_template(byte_level(), templates.REWRITES)
+    turns = [("user", "Cât?"), ("assistant", "Trei."), ("user", "Și acum?"), ("assistant", "Patru.")]
+    rows = [{"messages": [{"role": r, "content": f"{c} {i}"} for r, c in turns]} for i in range(20)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = chat_source(path, rewritten_answers=rewritten)
+    caplog.set_level("INFO")
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=qwen3, seq_lens=[128])["a"]
+    manifest = made.manifests[128]
+    is_split = rewritten == "split"
+    name = "rewritten_answer_learnt_apart" if is_split else "rewritten_answer_not_learnt"
+    assert manifest["changes"] == {name: 20, "answer_as_context": 20}
+    assert manifest["documents_in"] == manifest["documents_out"] == (40 if is_split else 20)
+    rows = [all_rows(made, split, 128) for split in ("train", "evaluation", "test")]
+    learnt = "".join(qwen3.decode(r.ids_NT[r.learn_NT]) for r in rows)
+    assert learnt.count("<think>\n\n</think>\n\nPatru.") == 20
+    assert learnt.count("<think>\n\n</think>\n\nTrei.") == learnt.count("Trei.") == (20 if is_split else 0)
+    assert "the chat template renders 20 answers otherwise once turns follow" in caplog.text
 
 
 def test_answers_that_are_not_learnt_are_counted(tmp_path, tokenizer):

@@ -146,6 +146,10 @@ class DataSourceConfig:
     on_bad_row: str = choice("stop", "skip", default="stop")
     """Handling of a row that cannot be read or does not have the format: `stop` the run, or `skip` and report the
     row."""
+    rewritten_answers: str = choice("split", "context", default="split")
+    """Handling of answers that the chat template renders otherwise once turns follow, as Qwen3's own drops the
+    reasoning of earlier turns. `split`: each is learnt as it is generated, in a document that ends with it. `context`:
+    they are read and not learnt. With a template that keeps every turn (`model.chat_format`) there are none."""
     max_documents: int | None = number(default=None, at_least=1)
     """Largest number of rows read, in file order; null reads all. Separate evaluation and test files are always read
     whole."""

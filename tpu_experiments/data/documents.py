@@ -123,6 +123,8 @@ class SourceSpec:
     eval_split: str | None = None
     test_split: str | None = None
     named_splits: str = "take"
+    rewritten_answers: str = "split"
+    """`data.<name>.rewritten_answers`."""
     path_key: str = "path"
     """Key of the source's config that `path` was read from."""
 
@@ -184,6 +186,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str, is_labelled:
         keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
         named_splits=source.named_splits,
+        rewritten_answers=source.rewritten_answers,
         **{key: getattr(source, key) for key in keys},
     )
 

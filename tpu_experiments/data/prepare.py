@@ -448,6 +448,15 @@ def _log_source(manifest: Mapping[str, Any], *, folder: str) -> None:
         names = list(manifest["labels"]["train"])
         texts = (f"{split}: {label_text(counts, labels=names)}" for split, counts in manifest["labels"].items())
         log.info("data.%s: labels in %s", manifest["source"], "; ".join(texts))
+    apart, left = (manifest["changes"].get(f"rewritten_answer_{what}", 0) for what in ("learnt_apart", "not_learnt"))
+    if apart or left:
+        log.info(
+            "data.%s: the chat template renders %d answers otherwise once turns follow (reasoning of earlier turns, an "
+            "end): %s; a template that keeps every turn has none, see model.chat_format",
+            manifest["source"],
+            apart + left,
+            f"{apart} are learnt as they are generated, in documents of their own" if apart else "they are not learnt",
+        )
     log.info(
         "data.%s: %d documents in, %d out -> %d rows of %d (%d to evaluate, %d to test), %d tokens, %.1f%% of the rows "
         "filled, %.1f%% supervised; %s",

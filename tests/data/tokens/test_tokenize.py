@@ -13,7 +13,7 @@ from tests.data.small_tokenizers import TURN_MARKERS
 from tpu_experiments.data.documents import Document, Refused
 from tpu_experiments.data.tokens import tokenize
 from tpu_experiments.data.tokens.chat import RenderedChat
-from tpu_experiments.data.tokens.tokenize import CUT, LEARN, DocumentTokenizer, Tokens, flags_of
+from tpu_experiments.data.tokens.tokenize import CUT, LEARN, DocumentTokenizer, Tokens, flags_of, tokenize_apart
 
 TWO_QUESTIONS = (
     ("user", "Care este capitala?"),
@@ -162,10 +162,20 @@ def test_turns_of_one_role_stay_where_they_may(with_template):
     assert learnt(tokens, tokenizer=tokenizer) == ["Da.<|im_end|>", "Nu.<|im_end|>"]
 
 
+def apart(document, *, tokenizer, rewritten="split"):
+    """The learnt texts of each document that a document becomes, and the counts."""
+    made = DocumentTokenizer(tokenizer)
+    parts = tokenize_apart([document], tokenizer=made, rewritten=rewritten)
+    return [(part.id, learnt(tokens, tokenizer=tokenizer)) for part, tokens in parts], +made.counts
+
+
 def test_eos_is_learnt_without_an_end_marker(with_template):
     tokenizer = with_template("ALPACA")
-    tokens = chat(TWO_QUESTIONS, tokenizer=tokenizer)
-    assert learnt(tokens, tokenizer=tokenizer) == ["București, pe Dâmbovița.", "Paris.</s>"]
+    refused = chat(TWO_QUESTIONS, tokenizer=tokenizer)
+    assert "the answer of turn 2 has no end before the next turn, so that it cannot be learnt" in refused.message
+    found, counts = apart(Document("d", messages=TWO_QUESTIONS), tokenizer=tokenizer)
+    assert found == [("d#2", ["București, pe Dâmbovița.</s>"]), ("d", ["Paris.</s>"])]
+    assert counts == {"rewritten_answer_learnt_apart": 1, "answer_as_context": 1}
 
 
 def test_shipped_template(tokenizer):
@@ -213,7 +223,15 @@ def test_template_that_rewrites_earlier_turns(with_template):
     assert chat(TWO_QUESTIONS[:2], tokenizer=tokenizer).flags[-2] == LEARN
     refused = chat(TWO_QUESTIONS, tokenizer=tokenizer)
     assert (refused.reason, refused.is_bad_row) == ("template", True)
-    assert "renders turn 2 differently" in refused.message
+    assert "the answer of turn 2 is rendered otherwise when turns follow it" in refused.message
+    found, _ = apart(Document("d", messages=TWO_QUESTIONS), tokenizer=tokenizer)
+    assert found == [
+        ("d#2", ["<think>\n\n</think>\n\nBucurești, pe Dâmbovița.<|im_end|>"]),
+        ("d", ["<think>\n\n</think>\n\nParis.<|im_end|>"]),
+    ]
+    found, counts = apart(Document("d", messages=TWO_QUESTIONS), tokenizer=tokenizer, rewritten="context")
+    assert found == [("d", ["<think>\n\n</think>\n\nParis.<|im_end|>"])]
+    assert counts == {"rewritten_answer_not_learnt": 1, "answer_as_context": 1}
 
 
 @pytest.mark.parametrize("name", ["CHATML", "MISTRAL_V02", "GEMMA3"])

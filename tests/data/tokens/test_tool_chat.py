@@ -159,7 +159,7 @@ def test_special_tokens_in_what_a_tool_answers_or_is_asked_are_text():
     ("template", "messages", "tools", "lost"),
     [
         ("chatml", CONVERSATIONS["one call"], TOOLS, "leaves out the tool 'weather'"),
-        ("chatml", CONVERSATIONS["one call"], None, "renders turn 3 differently when turns follow it, or without its"),
+        ("chatml", CONVERSATIONS["one call"], None, "the answer of turn 3 is rendered without its call of 'weather'"),
         (
             "QWEN25",
             [CONVERSATIONS["one call"][1], *CONVERSATIONS["one call"][3:]],
@@ -175,7 +175,9 @@ def test_a_template_that_leaves_something_out_is_refused(template, messages, too
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.is_bad_row) == ("template", True)
     assert lost in refused.message
-    assert "set model.chat_template_path=FILE to a template with tools" in refused.message
+    assert "set model.chat_format=qwen3, or model.chat_template_path=FILE to a template with a place for tools" in (
+        refused.message
+    )
 
 
 def test_kept_documents_are_read_back_with_their_calls(tmp_path):

@@ -39,7 +39,7 @@ from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.steps.notices import Arrays, notices_of
 from tpu_experiments.data.steps.pack import flatten
-from tpu_experiments.data.tokens.tokenize import ByteTokenizer, DocumentTokenizer, Tokens
+from tpu_experiments.data.tokens.tokenize import ByteTokenizer, DocumentTokenizer, Tokens, tokenize_apart
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
@@ -203,14 +203,16 @@ class BlockMaker:
         refused: list[Refused] = []
         documents = _collect_refused((self._document(item) for item in block.items), refused)
         made: list[tuple[Document, Tokens]] = []
-        for document, tokens in zip(documents, self.tokenizer.tokenize(documents), strict=True):
+        tokenized = tokenize_apart(documents, tokenizer=self.tokenizer, rewritten=self.settings.spec.rewritten_answers)
+        for document, tokens in tokenized:
             if isinstance(tokens, Refused):
                 refused.append(replace(tokens, text=document.beginning))
             else:
                 made.append((document, tokens))
         changes = Counter(self.cleaner.changes) + Counter(self.tokenizer.counts)
         changes.subtract(before)
-        self._write(block, made, refused=refused, changes=+changes)
+        num_rows = len(block.items) + len(tokenized) - len(documents)
+        self._write(block, made, refused=refused, changes=+changes, num_rows=num_rows)
 
     def _document(self, item: Item) -> Document | Refused:
         document = document_of(item, spec=self.settings.spec) if isinstance(item, RawRow) else item
@@ -238,6 +240,7 @@ class BlockMaker:
         *,
         refused: list[Refused],
         changes: Counter[str],
+        num_rows: int,
     ) -> None:
         settings, documents = self.settings, [document for document, _ in made]
         stem = paths.join(settings.folder, "blocks", block.name)
@@ -283,7 +286,7 @@ class BlockMaker:
         facts = {
             SEAL: UNSEALED,
             "block": block.name,
-            "rows": len(block.items),
+            "rows": num_rows,
             "changes": dict(sorted(changes.items())),
             "examples": examples,
             "not_read": most_common(self.not_read),

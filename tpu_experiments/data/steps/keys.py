@@ -24,7 +24,7 @@ from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_
 VERSION = 4
 """Incremented when the same input yields other tokens or rows, or another file layout."""
 
-CHAT_VERSION = 2
+CHAT_VERSION = 3
 """Incremented when the same conversation yields other tokens, or another loss mask."""
 
 READING = 1
@@ -76,6 +76,7 @@ def tokens_key(
             "template": template_hash(tokenizer) if tokenizer is not None and spec.kind == "chat" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
             **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
+            **({} if spec.rewritten_answers == "split" else {"rewritten_answers": spec.rewritten_answers}),
             **({"ends": list(text_ends(tokenizer))} if _has_ends_of_bert(tokenizer, spec=spec) else {}),
         }
     )

@@ -1,7 +1,13 @@
 """Rendering of conversations with the tokenizer's own chat template, and the spans of the answers.
 
-A span is found by rendering prefixes of the conversation as text, which works for any template that renders a turn the
-same whatever follows it. A template that does not is refused, so that no wrong token is trained on.
+Spans. An answer begins where the generation prompt of the turns before it ends. It ends where the template closes it:
+what follows its content when it is the last turn, or what stands before the prompt of a next answer (GPT-OSS closes the
+last turn with `<|return|>` and earlier ones with `<|end|>`). Both are found by rendering prefixes of the conversation,
+which works for any template that renders a turn the same whatever follows it.
+
+Faults. An answer that the full text does not have as the model generates it, or without what the row says, has a fault:
+its prompt is another once turns follow, it is closed in no way that its prefix is, it has no end, or its content, calls
+or reasoning are not in its span. It is never learnt from that text; it may be learnt from a text that ends with it.
 
 Structure cache. In the templates of today the positions of contents and answers depend on the roles alone. So each
 sequence of roles is rendered by prefixes once, with placeholders. A conversation is then rendered once, and its text
@@ -10,11 +16,15 @@ prefixes itself.
 
 Tools. An assistant's turn is trained on with its calls and its end-of-turn marker, since the assistant writes them, as
 in transformers' `return_assistant_tokens_mask` and TRL's training templates. Tool results are context only.
+
+Reasoning is handed to a template under the name that it reads (`reasoning_content`, `thinking`, ...), found by
+rendering a placeholder under each.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
@@ -38,6 +48,8 @@ class RenderedChat:
     """(begin, end) of every assistant turn with its end-of-turn marker, in order."""
     cuts: list[int]
     """Starts of user and system turns that follow an answer."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """By number of an answer, why it cannot be learnt from this text: `ends ...`, `is rendered ...`."""
 
 
 class TemplateRefusal(Exception):
@@ -113,53 +125,164 @@ def render_by_prefixes(messages: Messages, *, tokenizer: PreTrainedTokenizerBase
     """Render a conversation, and two prefixes of it for every answer.
 
     Raises:
-        TemplateRefusal: the template refuses the conversation, or rewrites earlier turns.
+        TemplateRefusal: the template refuses the conversation.
     """
     messages, text = _accepted(messages, tokenizer=tokenizer)
-    answers, cuts = [], []
-    for i, (role, content) in enumerate(messages):
-        if role != "assistant":
-            continue
+    turns = [{"role": role, "content": content} for role, content in messages]
+    try:
+        return _Conversation(turns, tools=None, text=text, tokenizer=tokenizer).located()
+    except TemplateError as error:  # of a part of the conversation, such as its system turn alone
+        raise _refused(messages, error, tokenizer=tokenizer) from error
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """Turns as a template takes them, and their full text."""
+
+    turns: Sequence[Mapping[str, Any]]
+    tools: list[Any] | None
+    text: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def located(self) -> RenderedChat:
+        """Return the spans of all answers, with their faults.
+
+        Raises:
+            TemplateError: the template refuses a prefix.
+        """
+        answers: list[tuple[int, int]] = []
+        cuts, faults = [], {}
+        for i, turn in enumerate(self.turns):
+            if turn["role"] != "assistant":
+                continue
+            begin, end, fault = self.answer(i)
+            span = (begin, without_blanks(self.text, begin=begin, end=end))
+            missing = None if fault else _missing(turn, self.text[slice(*span)])
+            if fault or missing:
+                faults[len(answers)] = fault or f"is rendered without its {missing}"
+            answers.append(span)
+            if i + 1 < len(self.turns) and self.turns[i + 1]["role"] not in ("assistant", "tool"):
+                cuts.append(end)
+        return RenderedChat(self.text, answers, cuts, faults)
+
+    def answer(self, i: int) -> tuple[int, int, str | None]:
+        """Return (begin, end) of turn `i` in the full text, blanks behind it included, and its fault.
+
+        It begins behind the generation prompt; where that is no prefix of the text, or the turn is the first, behind
+        the prompt's own text, or at its content: what a template writes before an answer, such as a default system
+        text or the turn's header, is not the assistant's.
+        """
+        text, is_last = self.text, i + 1 == len(self.turns)
+        answered = text if is_last else self._part(i + 1, "turn")
+        prompt = self._part(i, "generation_prompt") if i else None
+        fault = None
+        if prompt is not None and text.startswith(prompt):
+            begin = len(prompt)
+            if prompt == self._part(i, "turn"):  # of what a tool answers, DiffusionGemma asks for no answer
+                opening = self._opening()
+                begin += len(opening) if text.startswith(opening, begin) else 0
+        else:
+            if prompt is not None and answered.startswith(prompt):
+                fault = OTHERWISE
+            begin = self._begin(i, prompt)
+        if text.startswith(answered):
+            end = len(answered)
+        else:
+            closed = self._closed(i)
+            end = len(closed) if closed and text.startswith(closed) else shared_end(answered, text, self.tokenizer)
+            if not (closed and text.startswith(closed)):
+                fault = OTHERWISE
+        if fault is None and not is_last and not self._is_closed(i, begin=begin, end=end):
+            fault = "has no end before the next turn"
+        return begin, max(begin, end), fault
+
+    def _part(self, number: int, ends_with: Literal["turn", "generation_prompt"]) -> str:
+        return self._rendered(self.turns[:number], ends_with)
+
+    def _rendered(self, turns: Sequence[Mapping[str, Any]], ends_with: Literal["turn", "generation_prompt"]) -> str:
+        return render_turns(turns, tools=self.tools, tokenizer=self.tokenizer, ends_with=ends_with)
+
+    def _begin(self, i: int, prompt: str | None) -> int:
+        """Return where turn `i` begins: behind the text that asks for an answer, else at its first field."""
+        asked = self._part(i, "turn") if i else ""
+        fields = (self._field_begin(i, kind) for kind in ("content", "reasoning"))
+        begin = min((at for at in fields if at is not None), default=-1)
+        if begin < 0:
+            # The template rewrites the content, which is then not found in the span.
+            return shared_end(asked, self.text, self.tokenizer) if i else len(self.text)
+        opening = "" if prompt is None else prompt[shared_end(asked, prompt, self.tokenizer) :]
+        at = self.text.rfind(opening, 0, begin) if opening.strip() else -1
+        return begin if at < shared_length(asked, self.text) else at + len(opening)
+
+    def _field_begin(self, i: int, kind: str) -> int | None:
+        """Return the start of a field of turn `i` in the full text; None if the template does not keep it."""
+        turn = self.turns[i]
+        name = kind if kind == "content" else next(filter(REASONING.search, turn), None)
+        if name is None:
+            return None
+        marked = self._rendered([*self.turns[:i], {**turn, name: placeholder(i)}, *self.turns[i + 1 :]], "turn")
+        return begin_of(placeholder(i), marked=marked, text=self.text)
+
+    def _opening(self) -> str:
+        """Return what the template asks for an answer with, behind the last turn of another role that it asks after."""
+        for number in range(len(self.turns), 0, -1):
+            if self.turns[number - 1]["role"] in ("user", "system"):
+                asked, prompt = self._part(number, "turn"), self._part(number, "generation_prompt")
+                return prompt[shared_end(asked, prompt, self.tokenizer) :]
+        return ""
+
+    def _closed(self, i: int) -> str | None:
+        """Return the text up to and with turn `i` as it is before a next answer, without the prompt for that."""
         try:
-            begin, end = _answer_with_blanks(messages, i, text=text, tokenizer=tokenizer)
-        except TemplateError as error:  # a part of the conversation, such as its system turn alone
-            raise _refused(messages[: i + 1], error, tokenizer=tokenizer) from error
-        answers.append((begin, without_blanks(text, begin=begin, end=end)))
-        if content.strip() not in text[slice(*answers[-1])]:
-            raise TemplateRefusal(
-                f"{len(messages)} turns, and the chat template of {tokenizer.name_or_path} renders turn {i + 1} "
-                "differently when turns follow it, so that it cannot be marked as learnt; set "
-                "model.chat_template_path=FILE to a template that keeps every turn."
-            )
-        if i + 1 < len(messages) and messages[i + 1][0] != "assistant":
-            cuts.append(end)
-    return RenderedChat(text, answers, cuts)
+            opening, closed = self._opening(), self._part(i + 1, "generation_prompt")
+        except TemplateError:
+            return None
+        return closed.removesuffix(opening) if opening and closed.endswith(opening) else None
+
+    def _is_closed(self, i: int, *, begin: int, end: int) -> bool:
+        """Return whether the template writes something behind the fields of turn `i`."""
+        turn = self.turns[i]
+        if turn.get("tool_calls"):
+            probe = [{"role": role, "content": placeholder(n)} for n, role in enumerate(("user", "assistant") * 2)]
+            try:
+                text = render_turns(probe, tools=None, tokenizer=self.tokenizer, ends_with="turn")
+                return _Conversation(probe, None, text, self.tokenizer).answer(1)[2] is None
+            except TemplateError:
+                return True
+        written = self.text[begin:end].rstrip()
+        if not written.endswith(turn["content"].strip()):
+            return True
+        at = self._field_begin(i, "content")  # a content may be written like the end
+        return at is not None and self.text[at:end].strip() != turn["content"].strip()
 
 
-def _answer_with_blanks(
-    messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int]:
-    """Return (begin, end) of turn `i` in the full text, from the generation prompt to the next turn.
-
-    It begins at its content where the generation prompt is no prefix of the text, or the turn is the first: what a
-    template writes before an answer, such as a default system text or the turn's header, is not the assistant's.
-    """
-    prompt = render(messages[:i], tokenizer=tokenizer, ends_with="generation_prompt") if i else None
-    begin = None if prompt is None or not text.startswith(prompt) else len(prompt)
-    if begin is None:
-        begin = _content_begin(messages, i, text=text, tokenizer=tokenizer)
-    if begin is None:
-        # The template rewrites the content. The caller refuses it unless it is found after the turns before it.
-        asked = render(messages[:i], tokenizer=tokenizer, ends_with="turn") if i else text
-        begin = shared_end(asked, text, tokenizer=tokenizer)
-    answered = render(messages[: i + 1], tokenizer=tokenizer, ends_with="turn")
-    return begin, shared_end(answered, text, tokenizer=tokenizer)
+OTHERWISE = "is rendered otherwise when turns follow it"
+REASONING = re.compile(r"reason|think|thought|rationale|cot$", re.IGNORECASE)
+"""Names of the fields that templates read a turn's reasoning from."""
+CANONICAL = "reasoning_content"
+"""The name of a turn's reasoning in `Document.extras`."""
+THOUGHT = "<think>\n{}\n</think>\n\n{}"
+"""Reasoning and content as one, as the models that think write them."""
 
 
-def _content_begin(messages: Messages, i: int, *, text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the start of turn `i`'s content in the full text; None if the template does not keep it."""
-    marked = (*messages[:i], (messages[i][0], placeholder(i)), *messages[i + 1 :])
-    return begin_of(placeholder(i), marked=render(marked, tokenizer=tokenizer, ends_with="turn"), text=text)
+def _missing(turn: Mapping[str, Any], span: str) -> str | None:
+    """Return what of an answer its span does not have: its content, reasoning, or a call; None if it has all."""
+    if any(REASONING.search(name) and str(value).strip() not in span for name, value in turn.items()):
+        return "reasoning"
+    content = turn["content"].strip()
+    # Templates with a place for reasoning read it from the content too, and write its tags in their own way.
+    if content not in span and not all(part.strip() in span for part in re.split(r"</?think>", content)):
+        return "content"
+    for call in turn.get("tool_calls", []):
+        if not all(part in span for part in _call_parts(call)):
+            return f"call of {call['function']['name']!r}"
+    return None
+
+
+def _call_parts(call: Mapping[str, Any]) -> list[str]:
+    """Return the name of a call and those of its arguments."""
+    arguments = call["function"].get("arguments")
+    return [call["function"]["name"], *(arguments if isinstance(arguments, Mapping) else ())]
 
 
 def begin_of(mark: str, *, marked: str, text: str) -> int | None:
@@ -176,7 +299,7 @@ def shared_length(prefix: str, text: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(prefix), len(text)))
 
 
-def shared_end(prefix: str, text: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
+def shared_end(prefix: str, text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return `shared_length`, or the start of the added token within which the two first differ.
 
     Phi-3 closes a conversation with `<|endoftext|>`, which shares its `<|` with the `<|user|>` of a next turn.
@@ -185,7 +308,8 @@ def shared_end(prefix: str, text: str, *, tokenizer: PreTrainedTokenizerBase) ->
     if at == len(prefix):
         return at
     around = ((at - k, token) for token in tokenizer.added_tokens_encoder for k in range(1, len(token)))
-    return min((begin for begin, token in around if begin >= 0 and text.startswith(token, begin)), default=at)
+    either = (text, prefix)
+    return min((k for k, token in around if k >= 0 and any(s.startswith(token, k) for s in either)), default=at)
 
 
 def without_blanks(text: str, *, begin: int, end: int) -> int:
@@ -213,8 +337,8 @@ def _refused(
 ) -> TemplateRefusal:
     return TemplateRefusal(
         f"{len(messages)} turns ({', '.join(role for role, _ in messages)}), which the chat template of "
-        f"{tokenizer.name_or_path} refuses: {refusal or 'it drops the system text'}; mend the row, or set "
-        "model.chat_template_path=FILE."
+        f"{tokenizer.name_or_path} refuses: {refusal or 'it drops the system text'}; mend the row, or "
+        f"{remedy(tokenizer, needs='every turn')}"
     )
 
 
@@ -272,6 +396,7 @@ class _Answer:
     """Characters from the end of its own content, white space included."""
     is_cut: bool
     """Whether a turn of another role follows."""
+    fault: str | None
 
 
 @dataclass(frozen=True)
@@ -301,7 +426,8 @@ class _Structure:
             spans.append((begin, without_blanks(text, begin=begin, end=end)))
             if answer.is_cut:
                 cuts.append(end)
-        return RenderedChat(text, spans, cuts)
+        faults = {number: answer.fault for number, answer in enumerate(self.answers) if answer.fault}
+        return RenderedChat(text, spans, cuts, faults)
 
 
 class ChatRenderer:
@@ -366,43 +492,23 @@ def _decomposed(
     literals.append(text[ends[-1] :])
     begins.append(len(text))
     answers = []
+    chat = _Conversation([{"role": role, "content": text} for role, text in placeholders], None, text, tokenizer)
     for turn, (role, _) in enumerate(placeholders):
         if role == "assistant":
-            limits = begins[turn], begins[turn + 1]
-            borders = _fixed_borders(placeholders, turn, text=text, limits=limits, tokenizer=tokenizer)
-            if borders is None or borders[0] < ends[turn] or borders[1] < ends[turn + 1]:
+            try:
+                begin, end, fault = chat.answer(turn)
+            except TemplateError:  # the prefix alone is refused; reported when it is rendered by prefixes
                 return None
-            begin, end = borders
+            # Other contents could move a border within a content, and are rewritten in their own ways.
+            if (
+                fault == OTHERWISE
+                or not ends[turn] <= begin <= begins[turn]
+                or not ends[turn + 1] <= end <= begins[turn + 1]
+            ):
+                return None
             is_cut = turn + 1 < len(placeholders) and placeholders[turn + 1][0] != "assistant"
-            answers.append(_Answer(turn, begin - ends[turn], end - ends[turn + 1], is_cut))
+            answers.append(_Answer(turn, begin - ends[turn], end - ends[turn + 1], is_cut, fault))
     return _Structure(form, tuple(literals), tuple(trims), tuple(answers))
-
-
-def _fixed_borders(
-    placeholders: Messages, turn: int, *, text: str, limits: tuple[int, int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int] | None:
-    """Return (begin, end) of an answer as in `render_by_prefixes`; None if other contents could move them.
-
-    They are fixed where a prefix is a whole one, or differs from the text before `limits`, the starts of
-    this content and of the next.
-    """
-    first_limit, last_limit = limits
-    begin = first_limit
-    try:
-        if turn > 0:
-            prompt = render(placeholders[:turn], tokenizer=tokenizer, ends_with="generation_prompt")
-            begin = shared_length(prompt, text)
-            if begin < len(prompt):
-                if begin >= first_limit:
-                    return None
-                begin = first_limit
-        answered = render(placeholders[: turn + 1], tokenizer=tokenizer, ends_with="turn")
-    except TemplateError:  # the prefix alone is refused; reported when it is rendered by prefixes
-        return None
-    end = shared_length(answered, text)
-    if begin > first_limit or (end == last_limit and end < len(answered)) or end > last_limit:
-        return None
-    return begin, shared_end(answered, text, tokenizer=tokenizer)
 
 
 def _verbatim(content: str) -> str:
@@ -418,9 +524,6 @@ _TRIMS: dict[tuple[bool, bool], Callable[[str], str]] = {
 """By whether white space was kept before and after a placeholder."""
 
 
-REMEDY = "set model.chat_template_path=FILE to a template with tools, or leave the row out."
-
-
 @dataclass(frozen=True)
 class ToolChat:
     """A conversation with the template fields of its turns beside content; see `Document`."""
@@ -431,7 +534,7 @@ class ToolChat:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The turns as dictionaries for a template."""
+        """The turns as dictionaries for a template; their reasoning is called `CANONICAL`."""
         extras = self.extras or ("",) * len(self.messages)
         return [
             {"role": role, "content": content, **(json.loads(extra) if extra else {})}
@@ -439,50 +542,78 @@ class ToolChat:
         ]
 
 
-def render_tool_chat(chat: ToolChat, *, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
-    """Render a conversation with tools, and two prefixes of it for every answer.
+def render_tool_chat(
+    chat: ToolChat, *, tokenizer: PreTrainedTokenizerBase, fields: Mapping[bool, str | None]
+) -> RenderedChat:
+    """Render a conversation with tools or reasoning, and prefixes of it for every answer.
+
+    Args:
+        fields: what `reasoning_fields` finds.
 
     Raises:
-        TemplateRefusal: the template refuses the conversation, rewrites earlier turns, or drops tools, calls or tool
-            results.
+        TemplateRefusal: the template refuses the conversation, or drops tools or tool results.
     """
     turns, tools = chat.turns, json.loads(chat.tools) if chat.tools else None
+    for turn in turns:
+        if CANONICAL in turn:
+            own = fields[bool(turn.get("tool_calls"))] or CANONICAL
+            reasoning = turn.pop(CANONICAL)
+            turn[own] = THOUGHT.format(reasoning, turn["content"]) if own == "content" else reasoning
+    try:
+        text = render_turns(turns, tools=tools, tokenizer=tokenizer, ends_with="turn")
+        _require_kept(text, turns=turns, tools=tools, tokenizer=tokenizer)
+        return _Conversation(turns, tools, text, tokenizer).located()
+    except TemplateError as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise TemplateRefusal(
+            f"{len(turns)} turns ({roles}), which the chat template of {tokenizer.name_or_path} refuses: {error}; "
+            f"mend the row, or {remedy(tokenizer, needs='tools')}"
+        ) from error
 
-    def text_of(part: list[dict[str, Any]], ends_with: Literal["turn", "generation_prompt"]) -> str:
-        try:
-            return render_turns(part, tools=tools, tokenizer=tokenizer, ends_with=ends_with)
-        except TemplateError as error:
-            roles = ", ".join(turn["role"] for turn in part)
-            raise TemplateRefusal(
-                f"{len(part)} turns ({roles}), which the chat template of {tokenizer.name_or_path} refuses: {error}; "
-                f"mend the row, or {REMEDY}"
-            ) from error
 
-    text = text_of(turns, "turn")
-    _require_kept(text, turns=turns, tools=tools, tokenizer=tokenizer)
-    answers, cuts = [], []
-    for i, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        prompt = text_of(turns[:i], "generation_prompt") if i else None
-        begin = None if prompt is None or not text.startswith(prompt) else len(prompt)
-        if begin is None:  # as in render_by_prefixes
-            marked = text_of([*turns[:i], turn | {"content": placeholder(i)}, *turns[i + 1 :]], "turn")
-            begin = begin_of(placeholder(i), marked=marked, text=text)
-        if begin is None:
-            begin = shared_end(text_of(turns[:i], "turn") if i else text, text, tokenizer=tokenizer)
-        end = shared_end(text_of(turns[: i + 1], "turn"), text, tokenizer=tokenizer)
-        answers.append((begin, without_blanks(text, begin=begin, end=end)))
-        wanted = [turn["content"].strip(), *(call["function"]["name"] for call in turn.get("tool_calls", []))]
-        if not all(part in text[slice(*answers[-1])] for part in wanted):
-            raise TemplateRefusal(
-                f"{len(turns)} turns, and the chat template of {tokenizer.name_or_path} renders turn {i + 1} "
-                "differently when turns follow it, or without its calls, so that it cannot be marked as learnt; "
-                f"{REMEDY}"
-            )
-        if i + 1 < len(turns) and turns[i + 1]["role"] not in ("assistant", "tool"):
-            cuts.append(end)
-    return RenderedChat(text, answers, cuts)
+def reasoning_fields(tokenizer: PreTrainedTokenizerBase) -> dict[bool, str | None]:
+    """Return the names that the template reads reasoning from, in turns without and with calls; None if it does not.
+
+    A name of the template's source is such a one if text under it is rendered, once. It is `content` where the template
+    speaks of `</think>` and keeps that in a content, as those of DeepSeek R1 for training.
+    """
+    source = tokenizer.get_chat_template()
+    known = (CANONICAL, "reasoning", "thinking", "thought")
+    written = sorted(name for name in set(re.findall(r"[A-Za-z_]\w*", source)) if REASONING.search(name))
+    names = [*(name for name in known if name in written), *(name for name in written if name not in known)]
+    names += ["content"] * ("</think>" in source)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    found: dict[bool, str | None] = {}
+    shapes: dict[bool, dict[str, Any]] = {False: {"content": "!"}, True: {"content": "", "tool_calls": [call]}}
+    for has_calls, turn in shapes.items():
+        found[has_calls] = None
+        for name in names:
+            marked = THOUGHT.format(placeholder(0), turn["content"]) if name == "content" else placeholder(0)
+            turns = [{"role": "user", "content": "?"}, {"role": "assistant", **turn, name: marked}]
+            try:
+                text = render_turns(turns, tools=None, tokenizer=tokenizer, ends_with="turn")
+            except TemplateError:
+                continue
+            if text.count(placeholder(0)) == 1:
+                found[has_calls] = name
+                break
+    return found
+
+
+FAMILIES = {"<|im_start|>": "qwen3", "<|start_header_id|>": "llama3_1"}
+"""By a token of its vocabulary, the format of `model.chat_format` with places for tools and reasoning."""
+
+
+Needs = Literal["tools", "reasoning", "every turn"]
+"""What a template is refused for the lack of."""
+
+
+def remedy(tokenizer: PreTrainedTokenizerBase, *, needs: Needs) -> str:
+    """Return the end of a refusal: which template to take."""
+    what = "that keeps every turn" if needs == "every turn" else f"with a place for {needs}"
+    own = next((name for token, name in FAMILIES.items() if token in tokenizer.get_added_vocab()), None)
+    own_format = f"model.chat_format={own}, or " if own else ""
+    return f"set {own_format}model.chat_template_path=FILE to a template {what}, or leave the row out."
 
 
 def _require_kept(
@@ -490,14 +621,22 @@ def _require_kept(
 ) -> None:
     lost = [f"the tool {name!r}" for name in map(_name_of, tools or []) if name not in text]
     lost += [
-        f"what a tool answers in turn {i}"
+        f"what a tool answers in turn {i}" if turn["role"] == "tool" else f"the system text of turn {i}"
         for i, turn in enumerate(turns, start=1)
-        if turn["role"] in ("tool", "system") and turn["content"].strip() not in text
+        if turn["role"] in ("tool", "system") and not _is_written(turn["content"].strip(), text)
     ]
     if lost:
         raise TemplateRefusal(
-            f"tools, and the chat template of {tokenizer.name_or_path} leaves out {lost[0]}; {REMEDY}"
+            f"tools, and the chat template of {tokenizer.name_or_path} leaves out {lost[0]}; "
+            f"{remedy(tokenizer, needs='tools')}"
         )
+
+
+def _is_written(content: str, text: str) -> bool:
+    """Return whether a content is in a text, as it is or as JSON text, in which some templates pass a tool's answer."""
+    return any(
+        form in text for form in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
+    )
 
 
 def _name_of(tool: dict[str, Any]) -> str:

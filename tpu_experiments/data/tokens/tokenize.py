@@ -16,7 +16,7 @@ import secrets
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,9 +28,12 @@ from tpu_experiments.data.documents import Document, Refused
 from tpu_experiments.data.tokens.chat import (
     ChatRenderer,
     Messages,
+    Needs,
     RenderedChat,
     TemplateRefusal,
     ToolChat,
+    reasoning_fields,
+    remedy,
     render_tool_chat,
 )
 from tpu_experiments.data.tokens.tokenizer import own_ends, text_end_ids, text_ends
@@ -139,6 +142,14 @@ class Tokens:
     """Whether an answer that is trained on has a block of reasoning with nothing in it."""
 
 
+@dataclass(frozen=True)
+class Faulty(Refused):
+    """A conversation with answers that cannot be learnt from its text, but perhaps from texts that end with them."""
+
+    turns: tuple[int, ...] = ()
+    """Indices of the turns of these answers, from 0."""
+
+
 class DocumentTokenizer:
     """Batched tokenisation of documents; constructed once per process.
 
@@ -148,8 +159,8 @@ class DocumentTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.counts: Counter[str] = Counter()
         """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text. For
-        conversations, up to their last answer: `begins_with_answer`, documents; `blank_answer_not_learnt` and
-        `answer_as_context`, turns."""
+        conversations, up to their last answer: `begins_with_answer`, documents; `blank_answer_not_learnt`,
+        `answer_as_context`, `rewritten_answer_learnt_apart` and `rewritten_answer_not_learnt`, turns."""
         self._tokenizer = tokenizer
         self._render = ChatRenderer(tokenizer)
         self._control = ControlTokens(tokenizer)
@@ -203,14 +214,16 @@ class DocumentTokenizer:
                 if document.uses_tools:
                     chat = ToolChat(answered, extras, document.tools)
                     chat = chat if is_plain else self._control.hide_in_tools(chat)
-                    rendered = render_tool_chat(chat, tokenizer=self._tokenizer)
+                    rendered = render_tool_chat(chat, tokenizer=self._tokenizer, fields=self._reasoning_fields)
                 else:
                     rendered = self._render(answered if is_plain else self._control.hide(answered))
             except TemplateRefusal as refusal:
                 done[i] = Refused("template", _place(document), f"has {refusal}")
                 continue
-            rendered = self._taught(rendered, document, num_turns=len(answered))
-            if is_plain:
+            rendered, faults = self._taught(rendered, document, num_turns=len(answered))
+            if faults:
+                done[i] = self._faulty(document, faults, num_turns=len(answered))
+            elif is_plain:
                 plain[i] = rendered
                 empty_thoughts.update([i] * _has_empty_thought(rendered))
             else:
@@ -222,25 +235,41 @@ class DocumentTokenizer:
         for i, encoded in self._encoded(texts, with_offsets=True):
             done[i] = self._closed_chat(encoded.ids, flags_of(encoded, rendered=plain[i]))
 
-    def _taught(self, rendered: RenderedChat, document: Document, *, num_turns: int) -> RenderedChat:
-        """Drop, and count, the spans of answers that are not trained on."""
+    def _taught(
+        self, rendered: RenderedChat, document: Document, *, num_turns: int
+    ) -> tuple[RenderedChat, dict[int, str]]:
+        """Drop, and count, the spans of answers that are not trained on; return by turn the faults of the others."""
         messages = (document.messages or ())[:num_turns]
         answers = [turn for turn, (role, _) in enumerate(messages) if role == "assistant"]
-        self.counts["begins_with_answer"] += next((role == "assistant" for role, _ in messages if role != "system"))
-        if all(map(document.is_taught, answers)):
-            return rendered
-        is_blank = {turn: document.is_blank(turn) for turn in answers}
-        self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
-        self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         turns = [[turn] for turn in answers]
         if len(turns) != len(rendered.answers):  # the template needed adjacent turns of one role merged (chat.py)
             turns = [[t + i for i in range(n)] for t, n in _runs(answers)]
         assert len(turns) == len(rendered.answers), f"{len(rendered.answers)} spans of {len(turns)} answers"
+        is_blank = {turn: document.is_blank(turn) for turn in answers}
         # A joined answer is trained on when all of its turns that are not blank are.
         filled_turns = [[turn for turn in run if not is_blank[turn]] for run in turns]
         is_learnt = [bool(run) and all(map(document.is_taught, run)) for run in filled_turns]
+        faults = {turns[number][-1]: fault for number, fault in rendered.faults.items() if is_learnt[number]}
+        if faults:
+            return rendered, faults
+        self.counts["begins_with_answer"] += next((role == "assistant" for role, _ in messages if role != "system"))
+        self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
+        self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
-        return RenderedChat(rendered.text, spans, rendered.cuts)
+        return RenderedChat(rendered.text, spans, rendered.cuts), {}
+
+    def _faulty(self, document: Document, faults: dict[int, str], *, num_turns: int) -> "Faulty":
+        turn, fault = next(iter(faults.items()))
+        needs: Needs = "reasoning" if fault.endswith("reasoning") else "tools" if "call" in fault else "every turn"
+        message = (
+            f"has {num_turns} turns, and in the chat template of {self._tokenizer.name_or_path} the answer of turn "
+            f"{turn + 1} {fault}, so that it cannot be learnt; {remedy(self._tokenizer, needs=needs)}"
+        )
+        return Faulty("template", _place(document), message, turns=tuple(faults))
+
+    @cached_property
+    def _reasoning_fields(self) -> dict[bool, str | None]:
+        return reasoning_fields(self._tokenizer)
 
     def _encoded(self, texts: dict[int, str], *, with_offsets: bool) -> Iterator[tuple[int, Encoding | WordEncoding]]:
         """Encode word by word where that is exact, and the remaining texts in one batch."""
@@ -302,6 +331,56 @@ class DocumentTokenizer:
         if token_id not in self._is_marker:
             self._is_marker[token_id] = self._tokenizer.decode(token_id, skip_special_tokens=True) == ""
         return self._is_marker[token_id]
+
+
+def tokenize_apart(
+    documents: Sequence[Document], *, tokenizer: "DocumentTokenizer | ByteTokenizer", rewritten: str
+) -> list[tuple[Document, Tokens | Refused]]:
+    """Tokenize documents, and give answers with a fault (chat.py) a document each, which ends with it.
+
+    So every answer is learnt as the model generates it, after the prompt that it generates it from.
+
+    Args:
+        rewritten: `data.<name>.rewritten_answers`.
+
+    Returns:
+        Documents and tokens, more of both than `documents` where one was split.
+    """
+    done: list[tuple[Document, Tokens | Refused]] = []
+    for document, tokens in zip(documents, tokenizer.tokenize(documents), strict=True):
+        if not isinstance(tokens, Faulty):
+            done.append((document, tokens))
+            continue
+        parts = _parts(document, tokens.turns, rewritten=rewritten)
+        made = list(zip(parts, tokenizer.tokenize(parts), strict=True))
+        refused = next((part for _, part in made if isinstance(part, Refused)), None)
+        if refused is not None:  # nothing of a row is dropped
+            done.append((document, refused))
+            continue
+        name = "rewritten_answer_learnt_apart" if rewritten == "split" else "rewritten_answer_not_learnt"
+        tokenizer.counts[name] += len(tokens.turns)
+        done += made
+    return done
+
+
+def _parts(document: Document, faulty: Sequence[int], *, rewritten: str) -> list[Document]:
+    """Return a document for each faulty answer, and one for the others; the latter alone where they are context."""
+    messages = document.messages or ()
+    answers = [turn for turn in range(len(messages)) if document.is_taught(turn)]
+    sound = [turn for turn in answers if turn not in faulty]
+    kept = [([turn], f"{document.id}#{turn + 1}") for turn in faulty if rewritten == "split"]
+    if sound or not kept:
+        kept.append((sound, document.id))
+    return [
+        replace(
+            document,
+            id=name,
+            messages=messages[: max(learnt, default=len(messages) - 1) + 1],
+            extras=document.extras[: max(learnt, default=len(messages) - 1) + 1],
+            context=tuple(sorted({*document.context, *(turn for turn in answers if turn not in learnt)})),
+        )
+        for learnt, name in kept
+    ]
 
 
 class ByteTokenizer:
