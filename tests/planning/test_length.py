@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.config.composing import composed
-from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
+from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
 from tpu_experiments.planning.length import EVALUATION_SHARE, OutsideSteps, assumed_steps, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
 
@@ -86,3 +86,12 @@ def test_rows_that_a_tpu_computes_more_for_are_reported(seq_len: int, computed: 
             f"rows of {seq_len} tokens are no multiple of 128, the width of a TPU's tiles, so they"
         )
         assert f"are computed as {computed}; use that many" in told[0]
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [("null", False), (3, False), (37, False), (38, True), (500, True)])
+def test_a_warm_up_that_leaves_no_step_at_the_peak_is_reported(warmup: str | int, is_told: bool) -> None:
+    stages = resolve_stages(composed("curriculum=ro_two_stage", "hw=v5e8", f"schedule.warmup_steps={warmup}"))
+    told = long_warmups(stages, {"text": 38, "chat": 2000})
+    assert [text.partition(":")[0] for text in told] == (
+        [f"schedule.warmup_steps={warmup} with 38 steps in stage text"] if is_told else []
+    )

@@ -296,6 +296,20 @@ def _sources_before(name: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[s
     return tuple(source for source in before if source not in chosen[name])
 
 
+def long_warmups(stages: Sequence[Stage], steps: Mapping[str, int]) -> list[str]:
+    """Return a warning for each stage whose warm-up leaves no step at the peak of its learning rate.
+
+    Args:
+        steps: optimizer steps of each stage, by name.
+    """
+    return [
+        f"schedule.warmup_steps={stage.schedule.warmup_steps} with {steps[stage.name]} steps in stage {stage.name}: the "
+        "rate rises over all of them and never falls; set a smaller number, or null for 3 % of the stage"
+        for stage in stages
+        if (stage.schedule.warmup_steps or 0) >= steps[stage.name]
+    ]
+
+
 def uneven_rows(stages: Sequence[Stage]) -> list[str]:
     """Return a warning for each row length that a TPU pads internally."""
     lengths = dict.fromkeys(stage.geometry.seq_len for stage in stages)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
-from tpu_experiments.config.curriculum import resolve_stages, uneven_rows
+from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
@@ -68,6 +68,8 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
         log.warning("%s", text)
     for stage in inputs.stages:
         stage_rows(inputs, stage, config=config)  # refuses too few written epochs
+    for text in long_warmups(inputs.stages, steps_by_stage(inputs, config=config)):
+        log.warning("%s", text)
     return inputs
 
 
