@@ -87,6 +87,7 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert result["plan"]["step_seconds"]["measured"] > 0
     assert result["sample_before"]
     assert result["sample_after"]
+    assert result["not_read"] == {"sample_text": {"id": 117, "title": 117, "url": 117}, "sample_chat": {"id": 133}}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [(r["step"], tag, text) for r in records for tag, text in r.items() if tag.startswith("sample")]
     during = [(step, "sample") for step in (3, 4, 6, 8)]  # every third step, and the end of each stage

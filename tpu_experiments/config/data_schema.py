@@ -127,12 +127,14 @@ class DataSourceConfig:
     format: str = choice(*FORMATS, default="auto")
     """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
     role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
-    `question_answer`: question, answer, reasoning, topic, difficulty, case_citation as the prompt and response of the
-    UK-law recipe. `instruction`: instruction, input, output. `prompt_completion`: prompt and completion, each a string
-    or a list of turns. `llama2`: field `text` with [INST] marks. `human_assistant`: field `text` with ### Human and
-    ### Assistant marks."""
+    `question_answer`: question and answer as they are written, or, where a row has two of the columns reasoning, topic,
+    difficulty and case_citation, as the prompt and response of the UK-law recipe. `instruction`: instruction, input,
+    output. `prompt_completion`: prompt and completion, each a string or a list of turns. `llama2`: field `text` with
+    [INST] marks. `human_assistant`: field `text` with ### Human and ### Assistant marks."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names of the format's fields in the file, where they differ: `{text: body}`."""
+    """Names of the format's fields in the file, where they differ: `{text: body}`. Beside those of its format a
+    conversation may have `system`, `history`, `tools` and `reasoning`. An empty name leaves a field of the file unread:
+    `{images: ''}`."""
     label_field: str | None = None
     """Field of the rows, by its name in the file, that holds the label of a text: a string, an integer, true or false.
     Only `objective=classify` reads it."""

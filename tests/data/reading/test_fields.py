@@ -250,6 +250,7 @@ def test_parts_that_are_no_text(part, words):
 
 NOT_LEARNT = [{name: False} for name in ("train", "training", "trainable", "loss", "learn", "supervised")]
 NOT_LEARNT += [{"weight": 0}, {"loss_weight": 0.0}, {"lossWeight": 0}, {"loss_mask": 0}, {"loss": 0}]
+NOT_LEARNT += [{"should_train": False}, {"trainOn": 0}, {"no_loss": 1}, {"train_weight": 0}, {"compute_loss": False}]
 NOT_LEARNT += [{"masked": True}, {"mask": True}, {"masked": 1}, {"ignore_loss": True}]
 
 

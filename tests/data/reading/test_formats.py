@@ -86,6 +86,11 @@ def test_question_answer_leaves_out_what_is_empty():
     assert document(fields, "question_answer").messages[1] == ("assistant", head)
 
 
+def test_a_question_about_something_is_asked_with_it():
+    found = document({"question": "q", "answer": "a", "context": "c"}, "question_answer")
+    assert (found.messages, found.unread) == (turns("q\n\nc", "a"), ())
+
+
 @pytest.mark.parametrize("beside", [{}, {"topic": "law"}, {"reasoning": "r"}, {"difficulty": None, "source": "s"}])
 def test_an_answer_without_the_recipes_columns_is_learnt_as_written(beside):
     assert document({"question": "q", "answer": "a", **beside}, "question_answer").messages == turns("q", "a")

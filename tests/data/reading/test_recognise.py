@@ -106,6 +106,48 @@ def test_other_fields_of_preference_pairs_are_read_by_name(tmp_path):
     assert document.messages == (("user", "a"), ("assistant", "b"))
 
 
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [
+        ({"messages": json.dumps([TURN, ANSWER])}, "messages"),
+        ({"data": json.dumps(["a", "b"])}, "alternating"),
+        ({"Question": "a", "Answer": "b"}, "question_answer"),
+        ({"instruction": "a", "output": 4}, "instruction"),
+        ({"question": "a", "answer": ["b"]}, "question_answer"),
+        ({"prompt": "a", "completion": 4}, "prompt_completion"),
+        ({"messages": {"role": "user"}}, "messages"),
+    ],
+)
+def test_near_misses_in_types_are_read_or_named(tmp_path, row, layout):
+    assert resolved(tmp_path, [row], kind="chat").format == layout
+    documents, refused = split_rows(written(tmp_path, "b.jsonl", json.dumps(row) + "\n"), kind="chat", format="auto")
+    if isinstance(next(reversed(row.values())), str):
+        assert documents[0].messages == (("user", "a"), ("assistant", "b"))
+    else:
+        name, value = next(reversed(row.items()))
+        assert refused[0].message.startswith(f"has {type(value).__name__} in {name!r}, not a ")
+        assert f"as data.x.format={layout} needs" in refused[0].message
+
+
+def test_a_number_as_text_is_named(tmp_path):
+    _, [refused] = split_rows(written(tmp_path, "a.jsonl", '{"text": 3, "url": "b"}\n'), format="auto")
+    assert refused.message.startswith("has int in 'text', not a string")
+
+
+def test_a_table_of_pythons_notation_is_refused(tmp_path):
+    path = written(tmp_path, "a.csv", f'messages\n"{[TURN, ANSWER]}"\n')
+    _, [refused] = split_rows(path, kind="chat", format="auto")
+    assert refused.message.startswith("has str in 'messages', not a list of turns or its JSON")
+
+
+def test_a_field_may_be_left_unread_in_any_format(tmp_path):
+    row = {"text": "a", "images": ["b"], "any": 1}
+    found = resolved(tmp_path, [row], fields={"images": "", "no_such": ""})
+    assert found.format == "text"
+    chats = {"system": "s", "history": "h", "tools": "t", "reasoning": "r", "id": "i"}
+    assert resolved(tmp_path, [{"messages": [TURN, ANSWER]}], kind="chat", fields=chats).fields == chats
+
+
 def test_rows_of_several_formats(tmp_path):
     sentence = complaint(tmp_path, [CHAT[0][0], CHAT[3][0]], kind="chat")
     assert "the first 2 rows are of several formats, alternating, messages; choose one" in sentence

@@ -32,6 +32,7 @@ class Record:
         self._renamed = renamed or {}
         self._taken = {*self._renamed, *self._renamed.values()}
         self._read: set[str] = set()
+        self._by_normal: dict[str, list[str]] | None = None
 
     def find(self, *names: str) -> tuple[str, Any] | None:
         """Return the file's name and the value of the first of these fields that has a value, and mark it read.
@@ -78,9 +79,13 @@ class Record:
         if name in self._renamed:
             own = self._renamed[name]
             return [own] if own and own in self.fields else []
-        exact = [name] if name in self.fields and name not in self._taken else []
-        wanted = normal(name)
-        return exact + [own for own in self.fields if own != name and own not in self._taken and normal(own) == wanted]
+        if self._by_normal is None:
+            self._by_normal = {}
+            for own in self.fields:
+                if own not in self._taken:
+                    self._by_normal.setdefault(normal(own), []).append(own)
+        found = self._by_normal.get(normal(name), [])
+        return found if len(found) < 2 else sorted(found, key=lambda own: own != name)
 
     def _chosen(self, candidates: list[str]) -> tuple[str, Any] | None:
         given = [own for own in candidates if self.fields[own] is not None]
@@ -94,6 +99,8 @@ class Record:
 
 def is_empty(value: Any) -> bool:
     """Return whether a value is null, blank text, or a list or object of nothing else."""
+    if isinstance(value, str):
+        return not value or value.isspace()
     waiting = [value]
     while waiting:
         part = waiting.pop()

@@ -53,9 +53,11 @@ FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
 """Required fields of each format; of alternative names, one is enough."""
 RECIPE = ("topic", "difficulty", "reasoning", "case_citation")
 """Columns of the UK-law recipe beside question and answer; a row with two of them has its answer in sections."""
+ABOUT = ("input", "context")
+"""Fields of what a question or an instruction is about."""
 OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
-    "question_answer": RECIPE,
-    "instruction": ("input", "context"),
+    "question_answer": (*RECIPE, *ABOUT),
+    "instruction": ABOUT,
 }
 FIELDS_OF_CHATS = ("system", "history", "tools", "reasoning")
 """Names under which `fields` of the config gives what every conversation may have beside its format's fields."""
@@ -191,10 +193,13 @@ def _is_value(value: Any, wanted: Any) -> bool:
 
 def _require_known_meaning(record: Record, spec: SourceSpec) -> None:
     """Raise for a field that changes what the row means and cannot be kept."""
-    letters = [name for name in record.names() if name in ("A", "B", "C", "D")]
-    for name in record.names():
-        meaning, value, is_chat = meaning_in_row(name), record.fields[name], spec.kind == "chat"
-        unread = f"or train without it: \"+data.{spec.name}.fields.{name}=''\"."
+    names, is_chat = list(record.names()), spec.kind == "chat"
+    letters = [name for name in names if name in ("A", "B", "C", "D")]
+    for name in names:
+        meaning, value = meaning_in_row(name), record.fields[name]
+        if meaning is None and name not in letters:
+            continue
+        unread = f"or train without the field: \"+data.{spec.name}.fields.{name}=''\"."
         if meaning == "medium" and value is not False and (is_chat or normal(name) in MEDIA_OF_TEXTS):
             raise BadRow("not_text", f"has a value in {name!r}, and only text is trained on; remove the row, {unread}")
         if is_chat and (meaning == "choices" or (name in letters and len(letters) > 1)):
@@ -392,7 +397,7 @@ def _question_answer(record: Record, spec: SourceSpec, unread: set[str]) -> list
     question = _string(record, "question", spec=spec)
     answer = _string(record, "answer", spec=spec)
     if not is_recipe(record.fields, spec):
-        return [Turn("user", question), Turn("assistant", answer)]
+        return [Turn("user", _asked(question, record, spec=spec)), Turn("assistant", answer)]
     optional = {name: _optional(record, name, spec=spec) for name in RECIPE}
     head = [f"### {key.title()}: {optional[key]}" for key in ("topic", "difficulty") if optional[key]]
     sections = {
@@ -412,10 +417,14 @@ def is_recipe(fields: Fields, spec: SourceSpec) -> bool:
 
 def _instruction(record: Record, spec: SourceSpec, unread: set[str]) -> list[Turn]:
     instruction = _string(record, "instruction", spec=spec)
-    given = _optional(record, "input", "context", spec=spec)
     answer = _string(record, "output", "response", spec=spec)
-    asked = [text for text in (instruction, given) if text.strip()]
-    return [Turn("user", "\n\n".join(asked)), Turn("assistant", answer)]
+    return [Turn("user", _asked(instruction, record, spec=spec)), Turn("assistant", answer)]
+
+
+def _asked(question: str, record: Record, *, spec: SourceSpec) -> str:
+    """Return a question with what it is about below; without blank lines where one of the two is blank."""
+    given = _optional(record, *ABOUT, spec=spec)
+    return "\n\n".join(text for text in (question, given) if text.strip())
 
 
 def _marked(parse: Callable[[str], list[tuple[str, str]]]) -> Callable[[Record, SourceSpec, set[str]], list[Turn]]:

@@ -65,39 +65,29 @@ class Mark(NamedTuple):
         return (yes, no) if self.is_learnt else (no, yes)
 
 
-MARKS = {
-    "train": Mark(True, (bool,)),
-    "training": Mark(True, (bool,)),
-    "trainable": Mark(True, (bool, int)),
-    "trained": Mark(True, (bool, int)),
-    "istrainable": Mark(True, (bool, int)),
-    "learn": Mark(True, (bool, int)),
-    "learnt": Mark(True, (bool, int)),
-    "learnable": Mark(True, (bool, int)),
-    "supervised": Mark(True, (bool, int)),
-    "issupervised": Mark(True, (bool, int)),
-    "loss": Mark(True, (bool, int)),
-    "computeloss": Mark(True, (bool, int)),
-    "calculateloss": Mark(True, (bool, int)),
-    "hasloss": Mark(True, (bool, int)),
-    "lossmask": Mark(True, (bool, int)),
-    "weight": Mark(True, (int,)),
-    "lossweight": Mark(True, (int,)),
-    "lossscale": Mark(True, (int,)),
-    "masked": Mark(False, (bool, int)),
-    "ismasked": Mark(False, (bool, int)),
-    "mask": Mark(False, (bool,)),  # mask: 1 can mean either
-    "ignore": Mark(False, (bool, int)),
-    "ignoreloss": Mark(False, (bool, int)),
-    "noloss": Mark(False, (bool, int)),
-    "skiploss": Mark(False, (bool, int)),
-}
-"""By normal form: axolotl has `train` and `training`, OpenAI and Mistral `weight`, LLaMA-Factory `loss_weight`,
-ms-swift `loss`, torchtune `masked`; `loss_mask: 1` is learnt, as in Megatron and verl."""
+_EITHER = (bool, int)
+_MARKS = (
+    (re.compile(r"train|training"), Mark(True, (bool,))),
+    (re.compile(r"(loss|train|training|sample)(weight|scale)|weight"), Mark(True, (int,))),
+    (re.compile(r"mask"), Mark(False, (bool,))),  # mask: 1 can mean either
+    (
+        re.compile(r"(is)?masked|(mask|ignore|skip|exclude|no)(from)?(loss|train|training)|ignored?|skip"),
+        Mark(False, _EITHER),
+    ),
+    (
+        re.compile(
+            r"(is|do|to|has|use|should|with|compute|calculate|include|includein)?"
+            r"(train|trainon|trained|trainable|learn|learnt|learned|learnable|supervised?|loss)|lossmask"
+        ),
+        Mark(True, _EITHER),
+    ),
+)
+"""By normal form, the first that matches: axolotl has `train` and `training`, OpenAI and Mistral `weight`,
+LLaMA-Factory `loss_weight`, ms-swift `loss`, torchtune `masked`; `loss_mask: 1` is learnt, as in Megatron and verl."""
 
 _REASONING = re.compile(
     r"(deepseek|r1|qwen|gemini|claude|gpt|model|assistant|internal|inner|hidden|long|complex|generated|full|llm)*"
-    r"(reasoning|thinking|thoughts?|think|cot|chainofthoughts?|rationale|scratchpad)"
+    r"(reasoning|thinking|thoughts?|think|cot|chainofthoughts?|rationale|scratchpad|monologue)"
     r"(content|text|traces?|trajectory|trajectories|process|chain|steps?)?"
 )
 _TOOLS = (
@@ -109,7 +99,9 @@ _MEDIUM = re.compile(
 )
 _OF_ROW = {
     "system": re.compile(r"system(prompt|message|msg|text|instructions?|content)?|sys(prompt|msg)"),
-    "history": re.compile(r"(chat|conversation|dialog|dialogue|message)?history"),
+    "history": re.compile(
+        r"(chat|conversation|dialog|dialogue|message)?history|(previous|past|prior|earlier)(turns|messages|dialogue|dialog)"
+    ),
     "tools": re.compile(f"(available|given|allowed)?({_TOOLS})"),
     "reasoning": _REASONING,
     "medium": _MEDIUM,
@@ -146,6 +138,13 @@ def meaning_in_row(name: str) -> str | None:
 def meaning_in_turn(name: str) -> str | None:
     """Return what a field of a turn is beside role and content: a key of `_OF_TURN`, or None."""
     return _meaning(name, _OF_TURN)
+
+
+@lru_cache(maxsize=4096)
+def mark_of(name: str) -> Mark | None:
+    """Return how to read a field of a turn that says whether it is learnt; None for other fields."""
+    found = normal(name)
+    return next((mark for pattern, mark in _MARKS if pattern.fullmatch(found)), None)
 
 
 def is_reasoning(name: str) -> bool:
