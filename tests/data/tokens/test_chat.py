@@ -29,7 +29,10 @@ def up_to_the_last_answer(messages):
     return messages[: 1 + max(i for i, (role, _) in enumerate(messages) if role == "assistant")]
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *SHIPPED])
+# Mistral's put the system text before the last question, and so rewrite a conversation with every turn.
+@pytest.mark.parametrize(
+    "name", [name for name in [*PUBLISHED, *SHIPPED] if name not in ("mistral_v3", "mistral_tekken")]
+)
 def test_one_rendering_finds_what_prefixes_find(tokenizer, name):
     chats = renderer(tokenizer, name)
     for messages in map(up_to_the_last_answer, BUILT_IN):

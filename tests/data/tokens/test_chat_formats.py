@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.data.conftest import TOKENIZER
 from tests.data.small_tokenizers import mistral
+from tests.data.tokens.test_training_formats import MISTRAL, OWN
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.data.documents import Document
@@ -115,5 +116,6 @@ def test_without_bos_and_eos(chat_format, tmp_path):
 
 def test_every_format_of_the_config_has_a_file():
     choices = set(ModelConfig.__dataclass_fields__["chat_format"].metadata["allowed"])
-    assert choices - {"tokenizer"} == set(FORMATS)
-    assert {path.stem for path in CHAT_FORMATS.iterdir()} == {*FORMATS, "chatml_as_text"}
+    families = {*OWN, *MISTRAL}
+    assert choices - {"tokenizer"} == {*FORMATS, *families}
+    assert {path.stem for path in CHAT_FORMATS.iterdir()} == {*FORMATS, "chatml_as_text", *families}

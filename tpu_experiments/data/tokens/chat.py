@@ -210,7 +210,7 @@ class _Conversation:
         if begin < 0:
             # The template rewrites the content, which is then not found in the span.
             return shared_end(asked, self.text, self.tokenizer) if i else len(self.text)
-        opening = "" if prompt is None else prompt[shared_end(asked, prompt, self.tokenizer) :]
+        opening = self._opening() if prompt is None else prompt[shared_end(asked, prompt, self.tokenizer) :]
         at = self.text.rfind(opening, 0, begin) if opening.strip() else -1
         return begin if at < shared_length(asked, self.text) else at + len(opening)
 
@@ -600,8 +600,16 @@ def reasoning_fields(tokenizer: PreTrainedTokenizerBase) -> dict[bool, str | Non
     return found
 
 
-FAMILIES = {"<|im_start|>": "qwen3", "<|start_header_id|>": "llama3_1"}
-"""By a token of its vocabulary, the format of `model.chat_format` with places for tools and reasoning."""
+def family(tokenizer: PreTrainedTokenizerBase, *, needs: "Needs") -> str | None:
+    """Return the format of `model.chat_format` of the tokenizer's family that has a place for it, by its tokens."""
+    added = tokenizer.get_added_vocab()
+    if "<|im_start|>" in added:
+        return "qwen2_5" if "You are Qwen" in str(tokenizer.chat_template) and "<think>" not in added else "qwen3"
+    if "<|start_header_id|>" in added:
+        return "llama3_1"
+    if "[AVAILABLE_TOOLS]" in added and needs == "tools":
+        return "mistral_v3" if "▁" in tokenizer.get_vocab() else "mistral_tekken"
+    return None
 
 
 Needs = Literal["tools", "reasoning", "every turn"]
@@ -611,7 +619,7 @@ Needs = Literal["tools", "reasoning", "every turn"]
 def remedy(tokenizer: PreTrainedTokenizerBase, *, needs: Needs) -> str:
     """Return the end of a refusal: which template to take."""
     what = "that keeps every turn" if needs == "every turn" else f"with a place for {needs}"
-    own = next((name for token, name in FAMILIES.items() if token in tokenizer.get_added_vocab()), None)
+    own = family(tokenizer, needs=needs)
     own_format = f"model.chat_format={own}, or " if own else ""
     return f"set {own_format}model.chat_template_path=FILE to a template {what}, or leave the row out."
 
