@@ -40,6 +40,7 @@ from tpu_experiments.training.batches import (
 from tpu_experiments.training.length import new_length
 from tpu_experiments.training.outputs import manifests_of
 from tpu_experiments.training.questions import read_questions
+from tpu_experiments.training.side_files import require_exportable
 from tpu_experiments.training.start import StartPoint, find_start
 from tpu_experiments.training.step import require_trainable_patterns
 
@@ -59,6 +60,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
+    require_exportable(model_source(config), config=config, inputs=inputs)
     check_findings(config, inputs)
     new_length(folder, inputs, config)  # says what a run of another length cannot resume from
     check_data(folder, inputs, config=config)
