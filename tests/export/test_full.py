@@ -121,12 +121,10 @@ def test_a_written_model_keeps_its_cache_and_names_its_class(base):
     assert "lm_head.weight" not in load_file(base[0] / "model.safetensors")  # tied: one tensor
 
 
-def test_the_tokenizer_loads_with_transformers_4_and_5(base, tokenizer):
+def test_the_tokenizer_loads_with_transformers(base, tokenizer):
     again = AutoTokenizer.from_pretrained(base[0])
     text = "Ce este Dunărea? Un fluviu, „țară” după țară."
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
     turns = [{"role": "user", "content": "Salut"}, {"role": "assistant", "content": "Bună"}]
     assert again.apply_chat_template(turns, tokenize=False) == tokenizer.apply_chat_template(turns, tokenize=False)
-    settings = json.loads((base[0] / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"

@@ -89,7 +89,6 @@ MORE: dict[str, dict[str, Any]] = {
     "alpha_pattern={'q_proj': 4}": {"alpha_pattern": {"q_proj": 4}},
     "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
     "layer_replication=[[0, 1]]": {"layer_replication": [[0, 1]]},
-    "peft_type=LOHA": {"peft_type": "LOHA"},
     "bias=all, lora_bias=True": {"bias": "all", "lora_bias": True},
     "init_lora_weights=pissa_niter_16": {"init_lora_weights": "pissa_niter_16"},
     f"{A_OF_FIRST} (2, 5) with r=4": {"r": 4},
@@ -160,8 +159,45 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / ADAPTER_FILE).write_bytes(b"no tensors")
     assert "its adapter cannot be read (SafetensorError" in complaint(tmp_path)
     written(tmp_path / "other")
-    (tmp_path / "other" / ADAPTER_CONFIG).write_text("{}")
-    assert "its adapter cannot be read (KeyError('r'))" in complaint(tmp_path / "other")
+    for text in ("{}", "[]", '{"peft_type": 3}'):
+        (tmp_path / "other" / ADAPTER_CONFIG).write_text(text)
+        assert f"{ADAPTER_CONFIG}; it names no peft_type" in complaint(tmp_path / "other")
+
+
+WRONG = {
+    "r=None": {"r": None},
+    "r=0": {"r": 0},
+    "r=-2": {"r": -2},
+    "r=2.5": {"r": 2.5},
+    "r=True": {"r": True},
+    "r='2'": {"r": "2"},
+    "lora_alpha=None": {"lora_alpha": None},
+    "lora_alpha='nan'": {"lora_alpha": "nan"},
+    "lora_alpha=inf": {"lora_alpha": 1e400},
+    "lora_alpha=0": {"lora_alpha": 0},
+    "lora_alpha=True": {"lora_alpha": True},
+    "use_dora='false'": {"use_dora": "false"},
+    "use_rslora='no'": {"use_rslora": "no"},
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_settings_that_are_no_adapters_are_refused_by_name(tmp_path: Path, told: str) -> None:
+    """Also those that float() takes, or that count as true."""
+    written(tmp_path)
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | WRONG[told]).replace("Infinity", "1e400"))
+    assert complaint(tmp_path).startswith(f"{file}; {told}; ")
+
+
+@pytest.mark.parametrize("kind", ["LOHA", "IA3", "LOKR", "VERA", "OFT", "PROMPT_TUNING"])
+def test_another_kind_of_adapter_is_refused_by_its_kind(tmp_path: Path, kind: str) -> None:
+    """It has none of LoRA's settings."""
+    written(tmp_path)
+    file = tmp_path / ADAPTER_CONFIG
+    values = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("r", "lora_alpha")}
+    file.write_text(json.dumps(values | {"peft_type": kind}))
+    assert complaint(tmp_path).startswith(f"{file}; peft_type={kind}, and only LoRA and DoRA are read here; merge it")
 
 
 def complaint(folder: Path) -> str:

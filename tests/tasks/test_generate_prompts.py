@@ -55,13 +55,13 @@ TEXT_ENDS = "{% for m in messages %}{{ m.content }} [END]\n{% endfor %}"
         (TEXT_ENDS, " [END]", {2, 5}),
     ],
 )
-def test_an_answer_ends_where_its_turn_does(chat_format, end, ids):
+def test_an_answer_ends_where_its_turn_does(chat_format, end, ids, tmp_path):
     """At a token of the chat format where it has one, at its text where it has none, and at the end of sequence."""
     own = "tokenizer" if chat_format == TEXT_ENDS else chat_format
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format=own)
     if chat_format == TEXT_ENDS:
         tokenizer.chat_template = TEXT_ENDS
-    ends = prompts.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=None)
+    ends = prompts.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=tmp_path)
     assert ends.ids == ids
     reader = Reader(lambda prompt: [], tokenizer, ends, "chat", [8])
     for written, is_finished in ((f"Da.{end} mai", True), ("Da.", False)):

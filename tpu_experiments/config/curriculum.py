@@ -303,8 +303,8 @@ def long_warmups(stages: Sequence[Stage], steps: Mapping[str, int]) -> list[str]
         steps: optimizer steps of each stage, by name.
     """
     return [
-        f"schedule.warmup_steps={stage.schedule.warmup_steps} with {steps[stage.name]} steps in stage {stage.name}: the "
-        "rate rises over all of them and never falls; set a smaller number, or null for 3 % of the stage"
+        f"schedule.warmup_steps={stage.schedule.warmup_steps} with {steps[stage.name]} steps in stage {stage.name}: "
+        "the rate rises over all of them and never falls; set a smaller number, or null for 3 % of the stage"
         for stage in stages
         if (stage.schedule.warmup_steps or 0) >= steps[stage.name]
     ]

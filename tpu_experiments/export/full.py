@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shards
@@ -31,6 +32,7 @@ def write_model(
     max_shard_bytes: float = math.inf,
     generation: str | None = None,
     quantization: Mapping[str, Any] | None = None,
+    lines: Iterable[str] = (),
 ) -> dict[str, str]:
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
@@ -43,9 +45,13 @@ def write_model(
         generation: text of generation_config.json; None writes none.
         quantization: `quantization_config` of config.json; None for weights that are all in `dtype`. With it, `shapes`
             has the data types too, and sizes that may be larger than those of the tensors.
+        lines: text that the tokenizer, read back, is compared on; see `write_tokenizer`.
 
     Returns:
         SHA-256 of each file of tensors by its name.
+
+    Raises:
+        ConfigError: beside such a config.json, transformers reads the tokenizer otherwise.
     """
     if shapes is None:
         tensors = shapes = dict(tensors)
@@ -74,8 +80,8 @@ def write_model(
     values |= {} if quantization is None else {"quantization_config": dict(quantization)}
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
     if generation is not None:
-        paths.write_text_atomic(paths.join(folder, "generation_config.json"), generation)
-    write_tokenizer(folder, tokenizer)
+        paths.write_text_atomic(paths.join(folder, GENERATION_CONFIG), generation)
+    write_tokenizer(folder, tokenizer, config=config, lines=lines)
     return digests
 
 

@@ -99,14 +99,18 @@ def write_models(
     tokenizer: PreTrainedTokenizerBase,
     types: Sequence[str],
     metadata: Metadata,
+    ends: Sequence[int] = (),
 ) -> WrittenModels:
     """Write `model-<type>.gguf` of each type in one pass over the weights.
+
+    Args:
+        ends: `eos_token_id` of the model's generation_config.json.
 
     Raises:
         ConfigError: llama.cpp has no such architecture, RoPE or tokenizer, or float16 cannot hold a weight.
     """
     conversion = Conversion(model.config, model.architecture)
-    vocabulary = vocabulary_of(tokenizer, config=model.config)
+    vocabulary = vocabulary_of(tokenizer, config=model.config, ends=ends)
     files = [_ModelFile(folder, kind, conversion, model, vocabulary, metadata) for kind in dict.fromkeys(types)]
     try:
         for name, tensor in conversion.tensors(model):

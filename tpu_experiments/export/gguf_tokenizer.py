@@ -7,8 +7,8 @@ in tokenizer.json. BPE with byte fallback (SentencePiece's, as in Mistral, Llama
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class Vocabulary:
     doubles_blank: bool = False
     """Whether llama.cpp puts it also before a text that begins with one, and the tokenizer does not."""
     ids: Mapping[str, int] = field(default_factory=dict)
-    """Token ids by `bos`, `eos`, `unk`, `pad`."""
+    """Token ids by `bos`, `eos`, `eot`, `eom`, `unk`, `pad`."""
     adds: Mapping[str, bool] = field(default_factory=dict)
     """Whether `bos` and `eos` are put around a text."""
     chat_template: str | list[dict[str, str]] | None = None
@@ -101,8 +101,13 @@ class Vocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, config: PretrainedConfig) -> Vocabulary:
+def vocabulary_of(
+    tokenizer: PreTrainedTokenizerBase, *, config: PretrainedConfig, ends: Sequence[int] = ()
+) -> Vocabulary:
     """Return the tokenizer for a model of `config`, whose vocabulary may be larger.
+
+    Args:
+        ends: `eos_token_id` of the model's generation_config.json.
 
     Raises:
         ConfigError: llama.cpp has no such tokenizer, or the model has fewer tokens.
@@ -122,12 +127,20 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, config: PretrainedConfi
     largest = max((index for text, index in model["vocab"].items() if text not in named), default=0)
     if largest >= size:
         raise _refusal(f"it has token {largest}, and the model's embedding ends at {size - 1}")
+    ids = _special_ids(tokenizer, config)
+    further = [index for index in dict.fromkeys(ends) if index != ids.get("eos") and 0 <= index < size]
+    # llama.cpp stops at these three kinds of ends, and at further tokens that it knows by their text.
+    ids |= dict(zip(("eot", "eom"), further, strict=False))
     common: dict[str, Any] = {
-        "ids": _special_ids(tokenizer, config),
+        "ids": ids,
         "adds": _added_around(tokenizer),
         "chat_template": _templates(tokenizer.chat_template),
     }
-    return _sentencepiece(spec, size, common) if model.get("byte_fallback") else _byte_level(spec, size, common)
+    found = _sentencepiece(spec, size, common) if model.get("byte_fallback") else _byte_level(spec, size, common)
+    if not further[2:]:
+        return found
+    note = f"llama.cpp stops at three end tokens of a file; {further[2:]} of generation_config.json are left out."
+    return replace(found, notes=(*found.notes, note))
 
 
 def _refusal(what: str) -> ConfigError:

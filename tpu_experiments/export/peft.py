@@ -6,7 +6,7 @@ PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage import paths
@@ -44,6 +45,8 @@ def write_adapter(
     is_transposed: bool = False,
     rounded: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    generation: str | None = None,
+    lines: Iterable[str] = (),
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
@@ -56,6 +59,8 @@ def write_adapter(
         is_transposed: the base weights are (in, out), as in GPT-2's Conv1D.
         rounded: what the adapted weights are rounded to, if they are.
         tokenizer: written beside the adapter, with the chat template it was trained with.
+        generation: text of generation_config.json; None writes none.
+        lines: text that the tokenizer, read back, is compared on.
 
     Returns:
         SHA-256 of the tensors' file by its name.
@@ -65,7 +70,9 @@ def write_adapter(
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
     if tokenizer is not None:
-        write_tokenizer(folder, tokenizer)
+        write_tokenizer(folder, tokenizer, lines=lines)
+    if generation is not None:
+        paths.write_text_atomic(paths.join(folder, GENERATION_CONFIG), generation)
     paths.write_bytes_atomic(paths.join(folder, ADAPTER_FILE), content)
     config = adapter_config(
         lora, r=whole.r, alpha=whole.alpha, modules=_modules(parameters), base_path=base_path, revision=revision

@@ -1,5 +1,6 @@
 """Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,18 +60,18 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     try:
         config: dict[str, Any] = strict_json.loads(paths.read_bytes(paths.join(folder, ADAPTER_CONFIG)))
         layout = load(paths.read_bytes(paths.join(folder, ADAPTER_FILE)))
-        r, alpha = int(config["r"]), float(config["lora_alpha"])
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError(
             f"{folder}; no {ADAPTER_CONFIG} or no {ADAPTER_FILE} there; name the folder of a LoRA adapter that PEFT or "
             "this program wrote."
         ) from error
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
+    r, alpha = _rank_and_alpha(config, place=paths.join(folder, ADAPTER_CONFIG))
     dora, is_rounded = bool(config.get("use_dora")), config.get("peft_type") == ROUNDED
     head = tuple(config.get("modules_to_save") or ()) if has_head and config.get("task_type") == CLASSIFIER else ()
     more = [
-        *_more_in(config | ({"modules_to_save": None} if head else {}) | ({"peft_type": "LORA"} if is_rounded else {})),
+        *_more_in(config | ({"modules_to_save": None} if head else {})),
         *_more_among(layout, r=r, dora=dora, is_rounded=is_rounded, head=tuple(f"{PREFIX}{name}." for name in head)),
     ]
     if more:
@@ -97,6 +98,35 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""), rounded=rounded)
 
 
+def _rank_and_alpha(config: Any, *, place: str) -> tuple[int, float]:
+    """Return `r` and `lora_alpha` of a LoRA adapter's settings.
+
+    Raises:
+        ConfigError: they are another kind of adapter's, or a value is not of its type, not finite or out of bounds.
+    """
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        raise ConfigError(f"{place}; it names no peft_type, so it is no adapter's; copy the adapter's own file again.")
+    if kind not in ("LORA", ROUNDED):
+        raise ConfigError(
+            f"{place}; peft_type={kind}, and only LoRA and DoRA are read here; merge it into its base with PEFT's "
+            "merge_and_unload, save that, and give its folder as model.path (of task=generate also as task.base)."
+        )
+    r, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+        raise ConfigError(f"{place}; r={r!r:.60}; a rank is a whole number from 1; copy the file again.")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not math.isfinite(alpha) or not alpha:
+        raise ConfigError(
+            f"{place}; lora_alpha={alpha!r:.60}; it must be a finite number and not 0, since B A is multiplied by it "
+            "over the rank; copy the file again."
+        )
+    for name in ("use_dora", "use_rslora"):
+        if config.get(name) not in (True, False, None):
+            raise ConfigError(f"{place}; {name}={config[name]!r:.60}; it must be true or false; mend it.")
+    return r, float(alpha)
+
+
 def require_rounded_alike(adapter: Adapter, model: ModelConfig, *, key: str) -> None:
     """Require an adapter of rounded weights to be used with weights that are rounded so, and no other with such.
 
@@ -119,8 +149,6 @@ def require_rounded_alike(adapter: Adapter, model: ModelConfig, *, key: str) -> 
 
 def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the config fields, as `name=value`, that a plain LoRA adapter does not have."""
-    if config.get("peft_type") != "LORA":
-        yield f"peft_type={config.get('peft_type')}"
     if config.get("bias", "none") != "none":
         yield f"bias={config['bias']}"
     if config.get("init_lora_weights", True) not in OWN_STARTS:

@@ -20,7 +20,7 @@ class VectorLinear(nn.Module):
     All shapes are static, so it runs on torch_xla as one program. Legend: N output features, K input features.
     """
 
-    def __init__(self, made: Encoded, bias: Tensor | None) -> None:
+    def __init__(self, made: Encoded, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.made = made
         tensors = {name: tensor for name, tensor in vars(made).items() if tensor is not None}
@@ -28,7 +28,7 @@ class VectorLinear(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         order = None if made.outliers_O is None else column_order(made.outliers_O, made.num_columns)
         self.register_buffer("order_K", order, persistent=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = None if bias is None else bias.requires_grad_(False)
 
     def decoded(self) -> Tensor:
         """Return the decoded weight (N, K), float32."""
@@ -63,8 +63,9 @@ def read_vector_model(folder: str, *, dtype: torch.dtype = torch.float32) -> nn.
         parts = {n.removeprefix(name): tensors.pop(n) for n in list(tensors) if n.startswith(f"{name}_")}
         path = name.removesuffix(".weight")
         parent, _, leaf = path.rpartition(".")
-        bias = tensors.pop(f"{path}.bias", None)
-        setattr(module.get_submodule(parent), leaf, VectorLinear(from_parts(parts, how), bias))
+        dense: Any = module.get_submodule(path)
+        # Its bias, if it has one, is filled below with the other tensors.
+        setattr(module.get_submodule(parent), leaf, VectorLinear(from_parts(parts, how), dense.bias))
     lacking, more = module.load_state_dict(tensors, strict=False)
     tied = set(module._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     wrong = [name for name in lacking if name not in tied] + list(more)

@@ -39,6 +39,7 @@ from tpu_experiments.training.batches import (
 from tpu_experiments.training.length import new_length
 from tpu_experiments.training.outputs import findings_of
 from tpu_experiments.training.questions import read_questions
+from tpu_experiments.training.side_files import require_exportable
 from tpu_experiments.training.start import StartPoint, find_start
 from tpu_experiments.training.step import require_trainable_patterns
 
@@ -61,6 +62,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
+    require_exportable(model_source(config), config=config, inputs=inputs)
     check_findings(config, inputs, said=set() if said is None else said)
     new_length(folder, inputs, config)  # says what a run of another length cannot resume from
     check_data(folder, inputs, config=config)

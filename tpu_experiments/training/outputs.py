@@ -46,6 +46,7 @@ from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters, Reading
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 from tpu_experiments.training.result import Ending, result_fields
+from tpu_experiments.training.side_files import side_files
 
 
 def write_pages(
@@ -288,11 +289,10 @@ class RunOutputs:
         if self.loggers is None:
             return
         source, config = model.source, self.config
-        writing = {
-            "config": getattr(source, "export_config", source.config),
+        beside = side_files(source, config=config, inputs=self.inputs)
+        writing = beside | {
             "architecture": type(model.module).__name__,
             "dtype": source.dtype,
-            "tokenizer": self.inputs.tokenizer,
             "max_shard_bytes": config.checkpoint.max_shard_gib * 2**30,
         }
         if config.lora.r == 0:
@@ -325,7 +325,7 @@ class RunOutputs:
             revision=config.model.revision,
             is_transposed=any(adapted_weights(model.module).values()),
             rounded=rounded_settings(config.model),
-            tokenizer=self.inputs.tokenizer,
+            **{name: beside[name] for name in ("tokenizer", "generation", "lines")},
         )
 
     def _export_parts(

@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
@@ -15,6 +19,24 @@ from tpu_experiments.storage.paths import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
 """Folder of the Jinja templates of `model.chat_format`."""
+HARD_LINES = (
+    "Știință și tehnică: „țară”, «înțeles», ăâîșț ĂÂÎȘȚ; s\u0326i a\u0306sta",
+    "  Two blanks,   three,    four \t tabs\t\tand an end  ",
+    " one blank before",
+    "In 2024 1,234,567.89 lei, 3.14159 and 1000000",
+    "first\n\nsecond;\n\nthird).\r\n  fourth\n",
+    "日本語のテキスト、中文文本、한국어 텍스트",
+    "🚀 👩\u200d👩\u200d👧 naïve café — ½ ≠ ⅓ …",
+    "    if x == 3.14159:\treturn [1, 22, 333]  # it's they'll O'Reilly'Sons",
+    "https://example.org/a_b?c=d&e=%20f#g",
+)
+"""Lines that hold what tokenizers differ in; two that split them alike count as equal."""
+AS_WRITTEN = "TokenizersBackend"
+"""transformers' class that takes a tokenizer.json as it is; other classes build parts of it by rules of their own."""
+GENERIC = (AS_WRITTEN, "PreTrainedTokenizerFast")
+"""Its names in tokenizer_config.json, by transformers 5 and 4."""
+
+log = logging.getLogger(__name__)
 
 
 def load_tokenizer(
@@ -68,6 +90,7 @@ def load_tokenizer(
             f"{key}={path}; {type(tokenizer).__name__} gives no character offsets, "
             "which the chat masks need; use a tokenizer with a tokenizer.json."
         )
+    tokenizer = _as_meant(tokenizer, str(local or path), values=values, revision=revision, key=f"{key}={path}")
     if chat_template_path is not None:
         tokenizer.chat_template = _read_template(chat_template_path)
         _try_template(tokenizer, place=f"model.chat_template_path={chat_template_path}; it")
@@ -76,6 +99,70 @@ def load_tokenizer(
     elif tokenizer.chat_template:
         _try_template(tokenizer, place=f"{key}={path}; its chat template")
     return tokenizer
+
+
+def _as_meant(
+    tokenizer: PreTrainedTokenizerBase, place: str, *, values: dict[str, Any], revision: str | None, key: str
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that the owner of a folder means where AutoTokenizer splits otherwise than its file.
+
+    transformers 5 builds a tokenizer by the rules of a class, where transformers 4 and what trained most checkpoints
+    take tokenizer.json as it is. The class is what tokenizer_config.json names, or, for some model types in the
+    config.json beside it (qwen2), transformers' own in its place. A class that the folder names, or leaves to the
+    model type, is kept: everybody who loads the folder gets it. One that is put in the place of the named one is not.
+
+    Args:
+        tokenizer: AutoTokenizer's.
+        values: of tokenizer_config.json.
+    """
+    taken = type(tokenizer).__name__
+    if taken == AS_WRITTEN or not type(tokenizer).__module__.startswith("transformers."):
+        return tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(place, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return tokenizer
+    plain = Tokenizer.from_file(file)
+    plain.no_truncation()
+    plain.no_padding()
+    line = first_apart(backend_of(tokenizer), plain, HARD_LINES)
+    if line is None:
+        return tokenizer
+    named = values.get("tokenizer_class")
+    if named is None or str(named).removesuffix("Fast") == taken.removesuffix("Fast"):
+        log.warning(
+            "%s; its tokenizer.json splits %r otherwise than transformers' %s, which reads the folder and is what is "
+            "used here; programs that take the file as it is get other tokens.",
+            key,
+            line,
+            taken,
+        )
+        return tokenizer
+    log.warning(
+        "%s; its tokenizer_config.json names %s, and transformers reads it as %s, which splits %r otherwise than "
+        "tokenizer.json; the file is taken as it is.",
+        key,
+        named or "no class",
+        taken,
+        line,
+    )
+    own: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
+    return own
+
+
+def first_apart(one: Tokenizer, other: Tokenizer, lines: Iterable[str], *, whole: bool = False) -> str | None:
+    """Return the first line that two tokenizers split into other tokens; None where they split all alike.
+
+    Args:
+        whole: compare also what they put around a text.
+    """
+    for line in lines:
+        for adds in (False, True)[: 1 + whole]:
+            if one.encode(line, add_special_tokens=adds).ids != other.encode(line, add_special_tokens=adds).ids:
+                return line
+    return None
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:

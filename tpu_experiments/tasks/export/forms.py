@@ -14,6 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.export.calibrated import TrainedGrid
 from tpu_experiments.export.full import write_model
+from tpu_experiments.export.generation import end_ids
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
 from tpu_experiments.export.quantised import Int8Layout, Layout, NF4Layout, Quantised, TernaryLayout, write_quantised
@@ -65,6 +66,7 @@ def write_peft(folder: str, subject: Subject) -> Written:
         revision=origin.config.model.revision,
         is_transposed=subject.model.is_transposed,
         tokenizer=subject.tokenizer,
+        generation=subject.generation,
     )
 
     def read(folder: str, dtype: torch.dtype) -> Reader:
@@ -121,7 +123,14 @@ def write_gguf(folder: str, subject: Subject) -> Written:
     types = list(dict.fromkeys(task.gguf_types))
     name = (task.run or task.adapter or str(subject.config.name)).rstrip("/").rpartition("/")[2]
     metadata = Metadata(name, subject.base_path, license=_license(subject))
-    written = write_models(folder, model=model, tokenizer=subject.tokenizer, types=types, metadata=metadata)
+    written = write_models(
+        folder,
+        model=model,
+        tokenizer=subject.tokenizer,
+        types=types,
+        metadata=metadata,
+        ends=end_ids(subject.generation),
+    )
     digests = dict(written.digests)
     for note in written.notes:
         log.warning("gguf: %s", note)

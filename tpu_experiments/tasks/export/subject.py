@@ -1,7 +1,7 @@
 """What is exported: the trained weights, their base, the tokenizer, and the folder of the forms."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, QuantizeTaskConfig, WrittenFormsConfig
+from tpu_experiments.export.generation import generation_config, model_config
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
 from tpu_experiments.models.lora import adapter_weights, fingerprint
@@ -55,6 +56,8 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
     place: str
     """Folder of the forms."""
+    generation: str | None = None
+    """Text of generation_config.json; None for a model that has none."""
 
     @property
     def forms(self) -> list[str]:
@@ -88,12 +91,6 @@ class Subject:
         """Largest file of weights."""
         return self.task.max_shard_gib * 2**30
 
-    @property
-    def generation(self) -> str | None:
-        """The base's generation_config.json: its end tokens and sampling; None where it has none."""
-        file = None if self.source.folder is None else self.source.folder / "generation_config.json"
-        return file.read_text(encoding="utf-8") if file is not None and file.exists() else None
-
     def taken_out(self) -> dict[str, Tensor]:
         """Return the A and B that a checkpoint of PiSSA lacks in its base; of an export, nothing."""
         origin = self.origin
@@ -123,6 +120,7 @@ class Subject:
             "gguf_types": sorted(task.gguf_types) if isinstance(task, ExportTaskConfig) else [],
             "max_shard_gib": task.max_shard_gib,
             "chat_template": self.tokenizer.chat_template,
+            "generation": self.generation,
             "parity": asdict(task.parity),
         }
         if isinstance(task, QuantizeTaskConfig):
@@ -176,7 +174,11 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
         place = paths.join(task.run, "export")
     if place is None:
         place = paths.join(config.output_dir, "exports", str(config.name))
-    return Subject(origin.config, task, origin, source, model, load_run_tokenizer(origin.config), place)
+    tokenizer = load_run_tokenizer(origin.config)
+    model = replace(model, config=model_config(source, tokenizer=tokenizer))
+    kinds = origin.kinds or {source.kind for source in origin.config.data.values()}
+    generation = generation_config(source, tokenizer=tokenizer, learns_turns="chat" in kinds)
+    return Subject(origin.config, task, origin, source, model, tokenizer, place, generation)
 
 
 def _linear_of(model: ModelConfig) -> str | list[str | int]:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.data.reading.names import ROLES
-from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render, render_prompt
+from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render_prompt
 from tpu_experiments.data.tokens.tokenizer import require_chat_template, text_end_ids
+from tpu_experiments.export.generation import after_answer, read_generation_config, turn_end_id
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import Origin
 from tpu_experiments.training.evaluation import text_ids
@@ -160,32 +160,19 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: Pretrained
     Raises:
         ConfigError: generation_config.json cannot be read.
     """
-    found = [text_end_ids(tokenizer)[1], getattr(config, "eos_token_id", None)]
-    generation = None if folder is None else folder / "generation_config.json"
-    if generation is not None and generation.exists():
-        try:
-            found.append(dict(json.loads(generation.read_text(encoding="utf-8"))).get("eos_token_id"))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"{generation}; it is no JSON object ({error}); download it again, or remove it."
-            ) from error
+    begun = read_generation_config(folder) or {}
+    # The config of a model that was drawn at random has its class's ids, or a recipe's for another tokenizer.
+    found = [text_end_ids(tokenizer)[1], begun.get("eos_token_id")]
+    if folder is not None or found[0] is None:
+        found.append(getattr(config, "eos_token_id", None))
     ids = frozenset(one for each in found for one in (each if isinstance(each, list) else [each]) if one is not None)
-    tail = _after_answer(tokenizer) if kind == "chat" else ""
+    tail = after_answer(tokenizer) if kind == "chat" else ""
     if not tail:
         return Ends(ids)
-    first = tokenizer(tail, add_special_tokens=False)["input_ids"][0]
-    if first in tokenizer.added_tokens_decoder:
-        return Ends(ids | {first})
+    closing = turn_end_id(tokenizer)
+    if closing is not None:
+        return Ends(ids | {closing})
     return Ends(ids, marker=tail.partition(tokenizer.eos_token or "\n")[0].strip())
-
-
-def _after_answer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the chat format writes after an answer, stripped."""
-    try:
-        text = render((("user", "?"), ("assistant", "\ufdd0")), tokenizer=tokenizer, ends_with="turn")
-    except TemplateError:
-        return ""
-    return text.rpartition("\ufdd0")[2].strip()
 
 
 def typed(read: Iterator[str]) -> Iterator[str]:
