@@ -437,8 +437,8 @@ def shown(results: list[dict[str, Any]]) -> Iterator[str]:
     counts = Counter(result["outcome"].partition(":")[0] for result in results)
     yield f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
     for result in results:
-        far = max(result.get("apart", {"": 0.0}).values())
-        why = result.get("why") or next(iter(result["refusals"].values()), "")
+        far = max(result.get("apart", {}).values(), default=0.0)
+        why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
         yield f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.200}"
 
 
