@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.export.tokenizer import write_tokenizer
@@ -35,7 +35,7 @@ def write_model(
     """Write host `tensors` under Hugging Face's names with config and tokenizer.
 
     Args:
-        tensors: cast to `dtype`, those of a quantised model to the data types of `shapes`.
+        tensors: cast to `dtype`, buffers and those of a quantised model to the data types of `shapes`.
         architecture: class name, for `architectures` in config.json.
         shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
             tensors in memory at a time; None: all tensors are held in memory.
@@ -52,7 +52,8 @@ def write_model(
     items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     paths.make_dirs(folder)
     _remove_earlier(folder)
-    dtypes = {name: dtype if quantization is None else t.dtype for name, t in shapes.items()}
+    is_own = {name: quantization is not None or isinstance(t, nn.Buffer) for name, t in shapes.items()}
+    dtypes = {name: t.dtype if is_own[name] else dtype for name, t in shapes.items()}
     sizes = {name: t.numel() * dtypes[name].itemsize for name, t in shapes.items()}
     files = shards(sizes, max_bytes=max_shard_bytes)
     by_name = {file_name(MODEL, number, len(files)): names for number, names in enumerate(files, start=1)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
@@ -294,7 +294,8 @@ def write_quantised(
     quantised = frozenset(chosen)
     shapes: dict[str, Tensor] = {}
     for name, empty in model.shapes.items():
-        shapes |= layout.shapes(name, matrix_shape(empty)) if name in quantised else {name: empty.to(dtype)}
+        own = empty if isinstance(empty, nn.Buffer) else empty.to(dtype)
+        shapes |= layout.shapes(name, matrix_shape(empty)) if name in quantised else {name: own}
     # Every other matrix. The head is named also where it is tied, and no tensor of its own.
     others = [name.removesuffix(".weight") for name, t in model.shapes.items() if t.ndim == 2 and name not in quantised]
     kept = list(dict.fromkeys([HEAD, *others]))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
+from tpu_experiments.models.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.frozen import describe_trained, require_finite_parts, require_whole
 from tpu_experiments.models.huggingface import HuggingFaceModel, Named
 from tpu_experiments.models.lora import (
@@ -63,7 +64,9 @@ class WholeModel:
     architecture: str
     """Name of its class in transformers."""
     shapes: Mapping[str, Tensor]
-    """Empty tensors on the meta device, in the order in which `tensors` yields; a tied weight is there once."""
+    """Empty tensors on the meta device, in the order in which `tensors` yields; a tied weight is there once.
+
+    Buffers that a checkpoint holds are of torch's class Buffer, and keep their data type in files."""
     linears: frozenset[str]
     """Names of the weights of Linear modules inside the layers, the ones that quantised forms quantise."""
     is_transposed: bool
@@ -73,7 +76,7 @@ class WholeModel:
     def tensors(
         self, *, effect: Effect | None = None, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and float32 tensor on the host, one in memory at a time.
+        """Yield name and float32 tensor on the host, one in memory at a time, and then the buffers as they are.
 
         Args:
             effect: receives what the adapters change.
@@ -108,7 +111,7 @@ def whole_model(
     module, shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     plain = source.empty()
-    empty = dict(plain.named_parameters())
+    empty, buffers = dict(plain.named_parameters()), persistent_buffers(plain)
     own = [name for name in empty if name not in trained]
     require_whole(own, trained=trained, lora=lora, origin=origin)
     source.require_weights({name: shapes[name] for name in own})
@@ -154,13 +157,14 @@ def whole_model(
             del base  # otherwise it stays allocated while the next one is read
             yield name, merged
             del merged
+        yield from buffers.items()
 
     linears = {
         f"{n}.weight" for n, part in plain.named_modules() if type(part) is nn.Linear and is_target(n, ALL_LINEAR)
     }
     if grid is not None and adapted:
         linears = {name for name in linears if name in adapted}
-    held = {name: parameter.detach() for name, parameter in empty.items()}
+    held = {name: parameter.detach() for name, parameter in empty.items()} | shapes_of_buffers(buffers)
     return WholeModel(source.export_config, type(plain).__name__, held, frozenset(linears), any(adapted.values()), read)
 
 

@@ -25,8 +25,15 @@ from tpu_experiments.quantisation.parts import SHAPE, PartsLayout
 
 WEIGHTS_INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
-"""Data types of what stands for quantised weights (quantisation/parts.py)."""
+CODES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Data types of buffers, and of what stands for quantised weights (quantisation/parts.py)."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,16 @@ class ConvertedTensor:
         """
         tensors = {part.key: part.stored.read() for part in self.parts}
         return converted(self.target, self.parts, tensors, converter=self.converter, module=self.module)[self.name]
+
+
+def read_any(stored: AnyStored | ConvertedTensor) -> Tensor:
+    """Read a tensor, which may be one of integers or booleans: buffers are.
+
+    Raises:
+        ConfigError: the data type is none that torch computes with here.
+    """
+    is_code = isinstance(stored, StoredTensor) and stored.dtype in CODES
+    return stored.read_as_stored() if is_code else stored.read()  # type: ignore[union-attr]  # only a StoredTensor is
 
 
 def converted(

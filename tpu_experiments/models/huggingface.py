@@ -36,10 +36,18 @@ from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
+from tpu_experiments.models.buffers import (
+    compute_buffers,
+    keep_made_tensors,
+    persistent_buffers,
+    put_buffer,
+    require_values,
+)
 from tpu_experiments.models.conversion import (
     AnyStored,
     ConvertedTensor,
     converted_tensors,
+    read_any,
     stored_tensors,
     with_packed,
 )
@@ -323,16 +331,18 @@ class HuggingFaceModel:
         return self.model.path if local is None else str(local)
 
     def empty(self) -> nn.Module:
-        """Build the module with parameters on the meta device and its buffers (RoPE frequencies) on the host.
+        """Build the module with parameters on the meta device and its buffers (models/buffers.py) on the host.
 
         Raises:
-            ConfigError: the values of its config are inconsistent.
+            ConfigError: its config's values are inconsistent, or the checkpoint lacks a buffer or has a broken one.
         """
         try:
             module = self._on_meta(self.config)
             module.tie_weights()
-            _fill_buffers(module)
-            self.rehearse(module)
+            unset = compute_buffers(module)
+            keep_made_tensors(module, lambda: self.rehearse(module))
+            self.fill_buffers(module, unset)
+            require_values(module, origin=self._config_origin)
         except ConfigError:
             raise
         except UNFIT as error:
@@ -343,6 +353,57 @@ class HuggingFaceModel:
                 f"{self.config.model_type} cannot compute with these values ({type(error).__name__}: {reason}); {way}."
             ) from error
         return module
+
+    def fill_buffers(self, module: PreTrainedModel, unset: set[str]) -> None:
+        """Give a module the buffers that the checkpoint holds; those of random weights are what its class draws.
+
+        Args:
+            unset: names of the buffers that transformers' initialisation does not set.
+
+        Raises:
+            ConfigError: the checkpoint lacks one, or has it in another shape or with values that are NaN or infinite.
+        """
+        held = persistent_buffers(module)
+        lost = sorted(unset - held.keys())
+        if lost:
+            raise ConfigError(
+                f"{self._config_origin}; transformers' {self.config.model_type} sets {lost[0]!r} neither from the "
+                "checkpoint nor from the config; take another model."
+            )
+        if not self.random:
+            for name, value in self._stored_buffers(module, held, unset).items():
+                put_buffer(module, name, value)
+        elif unset:
+            for name in unset:
+                put_buffer(module, name, self._drawn_buffers[name].to(held[name].dtype))
+
+    @cached_property
+    def _drawn_buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers of a module of random weights."""
+        with torch.random.fork_rng(devices=[]):
+            return persistent_buffers(self.built(self.config, dtype=self.dtype, trust_remote_code=False))
+
+    def _stored_buffers(
+        self, module: PreTrainedModel, held: Mapping[str, Tensor], unset: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Read the buffers that the checkpoint holds, in the data types in which transformers loads them."""
+        if not held:
+            return {}
+        optional = module._keys_to_ignore_on_load_missing or ()
+        names = [n for n in held if n in unset or not any(re.search(pattern, n) for pattern in optional)]
+        exact = tuple(module._keep_in_fp32_modules_strict or ())
+        found: dict[str, Tensor] = {}
+        for name, stored in self._stored(names, kind="buffers").items():
+            own = held[name]
+            if stored.shape != own.shape:
+                raise self._refusal_of_shape(name, stored.shape, tuple(own.shape))
+            is_exact = own.is_floating_point() and any(part in name for part in exact)
+            value = read_any(stored).to(torch.float32 if is_exact else own.dtype)
+            bad = not_finite(value)
+            if bad is not None and not torch.equal(value, own.to(value.dtype)):  # a mask may have infinite values
+                raise self._refusal_of(name, bad)
+            found[name] = value
+        return found
 
     def rehearse(self, module: nn.Module) -> None:
         """Run a module of this source on the meta device; raises what it raises over inconsistent values."""
@@ -382,10 +443,7 @@ class HuggingFaceModel:
             return
         for name, stored in self._stored([name for name in shapes if name not in self.new_head]).items():
             if stored.shape != shapes[name]:
-                raise ConfigError(
-                    f"model.path={self.model.path}; the checkpoint has {name} as {stored.shape}, its config.json says "
-                    f"{shapes[name]}; the two do not belong together."
-                )
+                raise self._refusal_of_shape(name, stored.shape, shapes[name])
 
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
@@ -456,6 +514,12 @@ class HuggingFaceModel:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         return torch.randn(shape, generator=generator) * float(getattr(self.config, "initializer_range", 0.02))
 
+    def _refusal_of_shape(self, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:
+        return ConfigError(
+            f"model.path={self.model.path}; the checkpoint has {name} as {stored}, its config.json says {wanted}; the "
+            "two do not belong together."
+        )
+
     def _refusal_of(self, name: str, bad: str) -> ConfigError:
         dtype = str(self.dtype).removeprefix("torch.")
         if self.random:
@@ -481,12 +545,12 @@ class HuggingFaceModel:
             return "", ""
         return prefixes(self._on_meta(self.config), self._on_meta(self.whole_config))
 
-    def _stored(self, names: list[str]) -> dict[str, AnyStored | ConvertedTensor]:
+    def _stored(self, names: list[str], *, kind: str = "parameters") -> dict[str, AnyStored | ConvertedTensor]:
         found, outer = self._tensors_by_name, [self._stored_name(name) for name in names]
         absent = [name for name in outer if name not in found]
         if absent:
             raise ConfigError(
-                f"model.path={self.model.path}; the checkpoint lacks {len(absent)} of {len(names)} parameters, "
+                f"model.path={self.model.path}; the checkpoint lacks {len(absent)} of {len(names)} {kind}, "
                 f"first {absent[0]!r}. {suggest(absent[0], list(found)[:40])}"
             )
         return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
@@ -650,21 +714,6 @@ def _local_folder(model: ModelConfig) -> Path:
         ) from error
 
 
-def _fill_buffers(module: nn.Module) -> None:
-    """Compute the buffers, which no checkpoint holds, by transformers' own initialisation.
-
-    Parameters are left alone.
-    """
-    for parameter in module.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: do not touch
-    for part in module.modules():
-        own = {name: b for name, b in part._buffers.items() if b is not None and b.is_meta}
-        if own:
-            for name, buffer in own.items():
-                part._buffers[name] = torch.empty_like(buffer, device="cpu")
-            module._init_weights(part)  # type: ignore[operator]
-
-
 class ShapesOfModel(HuggingFaceModel):
     """A model source whose weights are on the meta device; nothing is downloaded.
 
@@ -677,6 +726,9 @@ class ShapesOfModel(HuggingFaceModel):
 
     def require_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Accept any checkpoint: no weights are read."""
+
+    def fill_buffers(self, module: PreTrainedModel, unset: set[str]) -> None:
+        """Leave the buffers that a checkpoint holds as they are: none is read."""
 
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield a tensor without data for each name."""

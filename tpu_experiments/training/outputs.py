@@ -4,6 +4,7 @@
 <run>/plan.md, plan.json       the compiled plan of the same programs; otherwise estimates, or why there are none
 """
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -26,6 +27,7 @@ from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
 from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
+from tpu_experiments.models.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.lora import adapted_weights
@@ -288,19 +290,23 @@ class RunOutputs:
         }
         if config.lora.r == 0:
             self.adapter_path = self.folder.path("model")
-            shapes = shapes_of(model.trainable)
+            shapes, buffers = shapes_of(model.trainable), persistent_buffers(source.empty())
             tensors = to_host_one_by_one(model.trainable)
             if stored is not None:
                 tensors = ((name, stored[name]) for name in shapes)
+            tensors = itertools.chain(tensors, buffers.items())
+            shapes |= shapes_of_buffers(buffers)
             self.export_digests = write_model(self.adapter_path, tensors=tensors, shapes=shapes, **writing)
             self._export_parts(model, writing, stored=stored)
             return
         self.base_path = source.reference
         if source.random:
             self.base_path = paths.absolute(self.folder.path("base"))
-            shapes = dict(source.empty().named_parameters())
-            weights = ((w.name, w.tensor) for w in source.weights(list(shapes)))
-            write_model(self.base_path, tensors=weights, shapes=shapes, **writing)
+            empty = source.empty()
+            parameters, buffers = dict(empty.named_parameters()), persistent_buffers(empty)
+            weights = ((w.name, w.tensor) for w in source.weights(list(parameters)))
+            tensors = itertools.chain(weights, buffers.items())
+            write_model(self.base_path, tensors=tensors, shapes=parameters | shapes_of_buffers(buffers), **writing)
         self.adapter_path = self.folder.path("adapter")
         trained = to_host(model.trainable) if stored is None else stored
         self.export_digests = write_adapter(
