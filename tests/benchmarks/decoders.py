@@ -6,9 +6,9 @@
 Of each type in `AutoModelForCausalLM`'s mapping a small checkpoint of random weights is written by `save_pretrained`
 and loaded as training loads it, in a process of its own with limits of time and memory. Two documents in one row are
 compared with what transformers computes of each alone: by each value of `model.attention`, by the layers folded into a
-loop, and with an adapter on every Linear, with PEFT's of the
-same weights and its gradients. A type is `right` if all that was not refused agrees to 1e-5 of the largest logit, `refused` if every
-way was, by one sentence. Where only packed rows were refused, rows of one document are compared.
+loop, and with an adapter on every Linear, beside PEFT's of the same weights, with its gradients. Tokens are generated
+with a cache of keys and values. A type is `right` if all that was not refused agrees to 1e-5 of the largest logit,
+`refused` if every way was, by one sentence. Where packed rows alone were refused, rows of one document are compared.
 """
 
 import argparse
@@ -40,14 +40,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.build import BuiltModel, build_model
+from tpu_experiments.models.build import BuiltModel, build_model, describe
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
 from tpu_experiments.models.lora import adapted_weights
 from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, unstacked
 
@@ -60,6 +64,8 @@ TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """Of the largest of a tensor's gradients, which have more sums behind them than logits."""
 FOLDING = Folding(loop=python_loop)
+NEW, BUCKET = 8, 16
+"""Tokens that are generated, and slots of the prompt: some are padding."""
 VOCABULARY = 320
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
@@ -98,14 +104,95 @@ SIZES: dict[str, int] = {
 }
 """Values of small configs, by the names that config classes give to sizes."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-OWN: dict[str, dict[str, Any]] = {}
-"""Further values that a type needs, or None of a value that it is not to have."""
+MANY_STATES = {"mamba_n_heads": 8, "mamba_expand": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": MANY_STATES,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"moe_num_experts": 4}},
+    "dots1": {"n_routed_experts": 4},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": MANY_STATES,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Further values that the config of a type needs."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert: an encoder": {"is_decoder": False},
+    "falcon: ALiBi": {"alibi": True},
+    "gemma4_text: layers that share keys": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "lfm2: convolutions": {"layer_types": ["conv", "full_attention"]},
+    "llama: dynamic RoPE": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama: dynamic RoPE, long rows": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+    "llama: YaRN": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "llama: tied head": {"tie_word_embeddings": True},
+    "llama4_text: scaled by position": {"floor_scale": 8, "attn_scale": 0.5},
+    "ministral3: scaled by position": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "phi3: LongRoPE": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "phi3: LongRoPE, long rows": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 16,
+        },
+        "original_max_position_embeddings": 16,
+    },
+    "qwen2: windows in late layers": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_next: linear attention alone": {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2},
+}
+"""Further configurations, by their type and what is of its own in them."""
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """Make a small config of a type; one of an encoder attends to earlier tokens alone."""
+def small_config(name: str) -> PretrainedConfig:
+    """Make a small config of a type or variant; one of an encoder attends to earlier tokens alone."""
+    model_type, is_variant, _ = name.partition(":")
     kind = CONFIG_MAPPING[model_type]
-    values = small_values(kind, own=OWN.get(model_type, {}))
+    values = small_values(kind, own={**OWN.get(model_type, {}), **(VARIANTS[name] if is_variant else {})})
     config: PretrainedConfig = kind(**values)
     return config
 
@@ -122,12 +209,14 @@ def small_values(kind: type[PretrainedConfig], *, own: Mapping[str, Any]) -> dic
     values = {
         name: value
         for name, value in sizes.items()
-        if (isinstance(given.get(name), int) or name in IDS and name in given) and not _is_computed(kind, name)
+        if (isinstance(given.get(name), int) or (name in IDS and name in given)) and not _is_computed(kind, name)
     }
     kinds = given.get("layer_types")
     if isinstance(kinds, list) and kinds and not _is_computed(kind, "layer_types"):
         layers = max(2, *(kinds.index(each) + 1 for each in set(kinds)))
         values[kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:  # latent attention has all heads
+        values["num_key_value_heads"] = values["num_attention_heads"]
     if given.get("is_decoder") is False:
         values["is_decoder"] = True
     for name, part in kind.sub_configs.items():
@@ -210,6 +299,7 @@ class Case:
     def __init__(self, model_type: str, folder: Path, reference: PreTrainedModel) -> None:
         self.model_type, self.folder, self.reference = model_type, folder, reference
         self.found: dict[str, Any] = {"refusals": {}}
+        self.targets = ["all-linear"]
 
     def source(self, attention: str) -> HuggingFaceModel:
         """Return the source of the checkpoint."""
@@ -218,7 +308,7 @@ class Case:
 
     def built(self, source: HuggingFaceModel, *, r: int, folding: Folding | None) -> BuiltModel:
         """Build the model in plain torch, or with its layers in a loop, with adapters that change the logits."""
-        lora = LoraConfig(r=r, alpha=2.0 * max(r, 1), targets=["all-linear"])
+        lora = LoraConfig(r=r, alpha=2.0 * max(r, 1), targets=self.targets)
         made = build_model(source, lora=lora, seed=0, place=lambda tensor, name: tensor, folding=folding)
         made.module.eval()
         with torch.no_grad():
@@ -256,6 +346,7 @@ class Case:
     def _attend(self, attention: str, key: str, rows: dict[str, Tensor], expected: Tensor) -> None:
         source = self.source(attention)
         is_document = rows["segments"][0] > 0
+        describe(source, lora=LoraConfig(r=0))  # in the order of tasks/setup.py
         require_isolation(source, is_packed=bool(rows["segments"].max() > 1))
         plain = self.built(source, r=0, folding=None)
         differences: dict[str, float] = self.found.setdefault("apart", {})
@@ -269,11 +360,15 @@ class Case:
         if "attention" in self.found:
             return
         self.found["attention"] = attention
-        for name, check in (("folded", self._folded), ("adapter", self._adapter)):
+        for name, check in (("folded", self._folded), ("adapter", self._adapter), ("generated", self._generated)):
             try:
                 check(source, rows, expected, differences)
             except ConfigError as error:
                 self.found["refusals"][name] = str(error)
+        if "adapter" in self.found["refusals"]:
+            self.targets = attention_leaves(plain.module)
+            with contextlib.suppress(ConfigError):
+                self._adapter(source, rows, expected, differences)
 
     def _folded(
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
@@ -283,6 +378,26 @@ class Case:
         with torch.no_grad():
             ours = logits_of(folded.module, folded.trainable, rows)[0][rows["segments"][0] > 0]
         differences["folded"] = apart(ours, expected)
+
+    def _generated(
+        self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
+    ) -> None:
+        """Compare the likeliest tokens after a prompt with those that transformers computes without a cache."""
+        prompt = rows["ids"][0, : DOCUMENTS[1]].tolist()
+        plain = self.built(source, r=0, folding=None)
+        for name, parameter in plain.trainable.items():
+            path, _, leaf = name.rpartition(".")
+            plain.module.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(parameter)
+        plain.module.tie_weights()  # type: ignore[operator]
+        how = {"num_rows": 1, "max_new_tokens": NEW, "tokens_per_call": 4, "seed": 0}
+        decoder = Decoder(plain.module, runtime=EagerRuntime(HwConfig(num_threads=1)), choice=ChoiceConfig(), **how)
+        *_, (ours,) = decoder.stream([prompt], draws=[0], bucket=BUCKET)
+        theirs = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(NEW):
+                logits = self.reference(input_ids=theirs, use_cache=False).logits[:, -1:]
+                theirs = torch.cat([theirs, logits.argmax(-1)], dim=1)
+        differences["generated"] = float(ours != theirs[0, len(prompt) :].tolist())
 
     def _adapter(
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
@@ -323,7 +438,7 @@ class Case:
 
     def _with_adapter(self, source: HuggingFaceModel, built: BuiltModel) -> nn.Module:
         """Return transformers' model with the adapter as PEFT reads it; merged where PEFT does not take the model."""
-        lora = LoraConfig(r=4, alpha=8.0, targets=["all-linear"])
+        lora = LoraConfig(r=4, alpha=8.0, targets=self.targets)
         values = {source.outer_name(name): tensor for name, tensor in built.trainable.items()}
         with tempfile.TemporaryDirectory() as place:
             write_adapter(
@@ -348,6 +463,12 @@ class Case:
             with torch.no_grad():
                 merged.get_parameter(outer).add_(delta.T if is_transposed else delta)
         return merged
+
+
+def attention_leaves(module: nn.Module) -> list[str]:
+    """Return the last parts of the names of attention's Linear modules."""
+    linears = [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    return sorted({name.rpartition(".")[2] for name in linears if "att" in name.rpartition(".")[0]})
 
 
 def drawn(name: str, like: Tensor) -> Tensor:
@@ -454,7 +575,9 @@ def main() -> None:
     lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else []
     results = {result["type"]: result for result in map(json.loads, lines)}
     only = [name for name in args.only.split(",") if name]
-    for model_type in () if args.table else only or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(results)):
+    for model_type in (
+        () if args.table else only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - set(results))
+    ):
         result = compared(model_type, seconds=args.seconds, gib=args.gib)
         results[model_type] = result
         with args.results.open("a", encoding="utf-8") as file:
