@@ -1,7 +1,5 @@
 """A model whose documents change one another, or that looks ahead, is refused before its first run; others are not."""
 
-import logging
-
 import pytest
 import torch
 
@@ -85,12 +83,13 @@ def test_masks_that_let_tokens_look_ahead_are_found(is_packed, monkeypatch):
         require_isolation(source_of("llama"), is_packed=is_packed)
 
 
-def test_masks_that_leave_documents_together_are_found(monkeypatch):
-    def causal(segments, window):
-        length = segments.shape[1]
-        return torch.ones(length, length).tril().bool().expand(len(segments), 1, length, length)
+def causal_of_whole_rows(segments):
+    length = segments.shape[1]
+    return torch.ones(length, length).tril().bool().expand(len(segments), 1, length, length)
 
-    monkeypatch.setattr(forward, "causal_mask", causal)
+
+def test_masks_that_leave_documents_together_are_found(monkeypatch):
+    monkeypatch.setattr(forward, "causal_mask", lambda segments, window: causal_of_whole_rows(segments))
     with pytest.raises(ConfigError, match="a document changes the logits of the next one"):
         require_isolation(source_of("llama"), is_packed=True)
     require_isolation(source_of("llama"), is_packed=False)
@@ -100,19 +99,42 @@ def test_what_passed_is_not_checked_again(empty_cache, monkeypatch, caplog):
     source = source_of("llama")
     require_isolation(source, is_packed=True)
     assert len(list((empty_cache / "tpu_experiments" / "isolation").iterdir())) == 1
-    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", None)
+    without_copies(monkeypatch)
     require_isolation(source, is_packed=True)
     assert not caplog.records
-    require_isolation(source_of("llama", rms_norm_eps=1e-3), is_packed=True)
-    assert "was not checked" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be checked"):
+        require_isolation(source_of("llama", rms_norm_eps=1e-3), is_packed=True)
 
 
-def test_a_copy_that_stays_wide_is_reported_and_not_built(monkeypatch, caplog):
-    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config)
-    with caplog.at_level(logging.WARNING):
+def without_copies(monkeypatch) -> None:
+    """Neither copy can be made, as of a class that ties its widths in a way of its own."""
+    for copied in ("small_copy", "shallow_copy"):
+        monkeypatch.setattr(f"tpu_experiments.models.isolation.{copied}", lambda config: config.no_such_value)
+
+
+def test_what_cannot_be_checked_is_refused_for_packed_rows_and_reported_for_others(monkeypatch, empty_cache, caplog):
+    without_copies(monkeypatch)
+    with pytest.raises(ConfigError, match=r"llama, which computes no small copy .* set prepare.packing=pad"):
         require_isolation(source_of("llama"), is_packed=True)
-    assert f"{MOST_PARAMETERS:,}" not in caplog.text
+    require_isolation(source_of("llama"), is_packed=False)
     assert "was not checked" in caplog.text
+    assert not (empty_cache / "tpu_experiments").exists(), "nothing passed"
+
+
+def test_a_copy_that_stays_wide_is_not_built(monkeypatch):
+    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config)
+    with pytest.raises(ConfigError, match=r"the copy has [\d,]{10,} parameters"):
+        require_isolation(source_of("llama", hidden_size=16384, intermediate_size=53248), is_packed=True)
+    assert MOST_PARAMETERS < 10**9
+
+
+def test_a_class_that_ties_its_widths_is_checked_with_them(monkeypatch):
+    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config.no_such_value)
+    small = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 40}
+    require_isolation(source_of("llama", num_hidden_layers=30, **small), is_packed=True)
+    monkeypatch.setattr(forward, "causal_mask", lambda segments, window: causal_of_whole_rows(segments))
+    with pytest.raises(ConfigError, match="a document changes the logits of the next one"):
+        require_isolation(source_of("llama", num_hidden_layers=31, **small), is_packed=True)
 
 
 def test_the_copy_has_every_kind_of_layer():

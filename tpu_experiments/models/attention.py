@@ -36,6 +36,18 @@ def causal_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
     return full & (distance_TT < window) if window else full
 
 
+def same_chunk(segments_BT: Tensor, *, size: int) -> Tensor:
+    """Return the boolean mask (B, 1, T, T) of Llama 4: true between tokens of the same chunk of a document.
+
+    Chunks of `size` tokens are counted from a document's first token on.
+    """
+    index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    position_BT = (same_BTT & (index_T[:, None] > index_T[None, :])).sum(-1, dtype=torch.int32)
+    chunk_BT = torch.div(position_BT, size, rounding_mode="floor")
+    return (chunk_BT[:, :, None] == chunk_BT[:, None, :])[:, None]
+
+
 def bidirectional_mask(segments_BT: Tensor, *, window: int | None) -> Tensor:
     """Return the boolean mask (B, 1, T, T) of an encoder, true where a token may attend: its segment, on both sides.
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask
+from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask, same_chunk
 from tpu_experiments.models.bitnet import MIX, mixed
 from tpu_experiments.models.dropout import noise, noise_of
 from tpu_experiments.models.float32_gradients import cast_weights
@@ -26,31 +26,54 @@ from tpu_experiments.runtime.stacked import is_stack
 
 BOOLEAN_MASKS = ("deberta", "deberta-v2")
 """Model types whose own attention takes a boolean mask."""
+STATES = ("linear_attention", "conv")
+"""Types of layers that hand a state from token to token."""
+Masks = dict[str, Tensor | None]
+"""Masks (B, 1, T, T) by type of layer; None where a type takes none."""
+MaskOf = Callable[[int | None, int | None], Tensor]
+"""Makes a mask for a window and a chunk."""
 
 
-def attention_masks(segments_BT: Tensor, *, config: Any, causal: bool = True) -> Tensor | dict[str, Tensor]:
+def attention_masks(segments_BT: Tensor, *, config: Any, causal: bool = True) -> Tensor | Masks:
     """Return boolean masks (B, 1, T, T), true where a token may attend.
 
     Attention is causal or on both sides, within the token's document and within the window. Padding (segment 0) attends
     to padding only, so that no row of the softmax is empty. Models with `layer_types` (Gemma 3, Qwen2, ModernBERT) take
     one mask per type; Mistral takes one mask with its window.
     """
-    mask_of = causal_mask if causal else bidirectional_mask
-    return by_layer_type(lambda window: mask_of(segments_BT, window=window), config=config)
+
+    def mask_of(window: int | None, chunk: int | None) -> Tensor:
+        if not causal:
+            return bidirectional_mask(segments_BT, window=window)
+        mask = causal_mask(segments_BT, window=window)
+        return mask & same_chunk(segments_BT, size=chunk) if chunk else mask
+
+    return by_layer_type(mask_of, config=config)
 
 
-def by_layer_type(mask_of: Callable[[int | None], Tensor], *, config: Any) -> Tensor | dict[str, Tensor]:
+def by_layer_type(mask_of: MaskOf, *, config: Any) -> Tensor | Masks:
     """Return the mask of a model, or one for each type of its layers.
 
-    `mask_of` makes a mask for a window, or for None.
+    Args:
+        mask_of: makes a mask for a window and a chunk, each of which may be None.
+
+    Returns:
+        Of layers that hand on a state, None: their classes would take a mask (B, T) of padding, which is behind the
+        documents here and does not reach them.
     """
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        return mask_of(window)
-    masks = {"full_attention": mask_of(None)}
-    if "sliding_attention" in layer_types:
-        masks["sliding_attention"] = mask_of(window)
+        return mask_of(window, None)
+    full = mask_of(None, None)
+    masks: Masks = {"full_attention": full}
+    if any("sliding" in kind for kind in layer_types):
+        masks["sliding_attention"] = mask_of(window, None)
+    if "chunked_attention" in layer_types:
+        masks["chunked_attention"] = mask_of(None, config.attention_chunk_size)
+    if any(kind not in masks for kind in layer_types):
+        others = dict.fromkeys(layer_types, full) | dict.fromkeys(STATES)
+        masks = others | masks
     return masks
 
 
@@ -233,14 +256,14 @@ def attention_input(segments_BT: Tensor, *, module: nn.Module, causal: bool = Tr
     return segments_BT[:, None, None, :] if causal else segments_BT[:, None, :, None]
 
 
-def in_attention_form(masks: Tensor | dict[str, Tensor], module: nn.Module) -> Any:
+def in_attention_form(masks: Tensor | Masks | None, module: nn.Module) -> Any:
     """Convert boolean masks to the form that the module's attention expects.
 
     sdpa takes the boolean mask, and so does DeBERTa; transformers' eager attention adds its mask to the scores: 0, or
     the lowest finite value.
     """
     config: Any = module.config
-    if config._attn_implementation != "eager" or config.model_type in BOOLEAN_MASKS:
+    if masks is None or config._attn_implementation != "eager" or config.model_type in BOOLEAN_MASKS:
         return masks
     if isinstance(masks, dict):
         return {kind: in_attention_form(mask, module) for kind, mask in masks.items()}

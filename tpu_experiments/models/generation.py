@@ -21,6 +21,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.forward import attention_input, by_layer_type, in_attention_form
+from tpu_experiments.models.huggingface import UNFIT, one_line
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors, on_host
 
@@ -81,7 +82,10 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
     index_S = torch.arange(num_slots, device=pads_B.device, dtype=torch.int32)
     full = ((index_S >= pads_B[:, None]) & (index_S <= slot))[:, None, None]
 
-    def mask_of(window: int | None) -> Tensor:
+    def mask_of(window: int | None, chunk: int | None) -> Tensor:
+        if chunk:
+            begin_B1 = torch.div(slot - pads_B[:, None], chunk, rounding_mode="floor") * chunk + pads_B[:, None]
+            return full & (index_S >= begin_B1)[:, None, None]
         return full & (index_S > slot - window) if window else full
 
     return in_attention_form(by_layer_type(mask_of, config=module.config), module)
@@ -305,19 +309,18 @@ class Bucket:
         index_T = torch.arange(self.length, device=ids_BT.device, dtype=torch.int32)
         segments_BT = (index_T >= pads_B[:, None]).to(torch.int32)
         cache = module.empty_cache() if has_own_cache(module) else FreshCache(self.num_slots)
-        logits_BV = _logits(
-            module,
-            ids_BT,
-            positions=(index_T - pads_B[:, None]).clamp(min=0),
-            masks=attention_input(segments_BT, module=module),
-            cache=cache,
-        )
+        positions = (index_T - pads_B[:, None]).clamp(min=0)
+        try:
+            logits_BV = _logits(
+                module, ids_BT, positions=positions, masks=attention_input(segments_BT, module=module), cache=cache
+            )
+        except ConfigError:
+            raise
+        except UNFIT as error:
+            raise _no_cache(module, f" ({one_line(error)})") from error
         layers = cache.kept()
         if not layers:
-            raise ConfigError(
-                f"task=generate with {type(module).__name__}; its layers keep no keys and values, nor states that are "
-                "known here; use transformers' generate."
-            )
+            raise _no_cache(module)
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
         ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
         how = {"uniform_B": batch["uniforms"], "temperature": batch.get("temperature")}
@@ -379,6 +382,13 @@ class Bucket:
         """Choose the next token; returns the ids with it in place, and its slot."""
         token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, choice=self.decoder.choice, **given)
         return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
+
+
+def _no_cache(module: nn.Module, reason: str = "") -> ConfigError:
+    return ConfigError(
+        f"task=generate with {type(module).__name__}; its layers keep no keys and values, nor states that are known "
+        f"here{reason}; use transformers' generate."
+    )
 
 
 def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any, cache: Any) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -52,7 +53,7 @@ from tpu_experiments.models.conversion import (
     with_packed,
 )
 from tpu_experiments.models.experts import EVERY_EXPERT
-from tpu_experiments.models.forward import BOOLEAN_MASKS, rehearse
+from tpu_experiments.models.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
 from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
 from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
 from tpu_experiments.models.unread import require_known
@@ -72,6 +73,8 @@ def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the text decoder; the same object where the model is nothing else."""
     text = config.get_text_config(decoder=True)
     is_part = text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if is_part:  # transformers ties the head of the whole as the whole says
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     return text if is_part else config
 
 
@@ -152,7 +155,17 @@ OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {
     (CLASSIFIER, LONGFORMER): LongformerForSequenceClassification,
 }
 """Classes of the project in the place of transformers', by head and model type, with the same parameters."""
-UNFIT = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+UNFIT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 """Exceptions that transformers' classes raise over inconsistent values."""
 
 
@@ -347,13 +360,34 @@ class HuggingFaceModel:
         except ConfigError:
             raise
         except UNFIT as error:
-            reason = " ".join(str(error).split())[:200]
-            way = "mend them" if self.model.attention == "eager" else "mend them, or use model.attention=eager"
+            if self._computes_alone():
+                raise self.misfit(error) from error
             raise ConfigError(
-                f"{self._config_origin} with model.attention={self.model.attention}; transformers' "
-                f"{self.config.model_type} cannot compute with these values ({type(error).__name__}: {reason}); {way}."
+                f"{self._config_origin}; transformers' {self.config.model_type} cannot compute with these values "
+                f"({one_line(error)}); mend them."
             ) from error
         return module
+
+    def misfit(self, error: Exception) -> ConfigError:
+        """Return the refusal of a class that computes its config's values, but not as training calls it."""
+        way = "use model.attention=eager" if self.model.attention != "eager" else "take another model"
+        return ConfigError(
+            f"{self._config_origin} with model.attention={self.model.attention}; transformers' "
+            f"{self.config.model_type} cannot be given the masks and positions of documents ({one_line(error)}); {way}."
+        )
+
+    def _computes_alone(self) -> bool:
+        """Return whether transformers computes a row with the config's values, called in its own way."""
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = config._experts_implementation = "eager"
+        try:
+            with torch.device("meta"), torch.no_grad():
+                module = self.built_by_transformers(config, dtype=self.dtype, trust_remote_code=self.runs_code)
+                whole: Any = module.base_model if self.head == CLASSIFIER else module
+                whole(input_ids=torch.ones(1, TOKENS, dtype=torch.int64))
+        except UNFIT as error:
+            return not SHAPES.search(str(error)) and isinstance(error, RuntimeError)
+        return True
 
     def fill_buffers(self, module: PreTrainedModel, unset: set[str]) -> None:
         """Give a module the buffers that the checkpoint holds; those of random weights are what its class draws.
@@ -700,11 +734,27 @@ def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:
         ) from error
 
 
+def one_line(error: Exception) -> str:
+    """Return the kind and text of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+
+
+def global_value(config: PretrainedConfig, name: str) -> Any:
+    """Return a config's value, or None; the one of the whole model where its layers have values of their own.
+
+    transformers refuses to give such a value (Gemma 4's `head_dim`).
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return config.to_dict().get(name)
+
+
 def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
     """Return a sentence for every size of a model that is no positive integer or exceeds its bound."""
     problems = []
     for name, most in COUNTS.items():
-        value = getattr(config, name, None)
+        value = global_value(config, name)
         is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
         if value is not None and not is_count:
             problems.append(f"{where} has {name}={value!r:.60}; it must be a whole number from 1 to {most}.")

@@ -8,6 +8,7 @@ layers and options, but few and narrow layers, so that the check takes a fractio
 import copy
 import hashlib
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models import attention, classification, experts, forward, longformer, mlstm, xlstm
-from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
+from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel, one_line
 from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,18 @@ AT_MOST = {
     "sliding_window": 4,
     "local_attention": 4,
     "attention_window": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
+    "index_topk": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
 }
-MOST_PARAMETERS = 10_000_000
-"""Upper bound for the copy; one that exceeds it kept a width which this file does not know."""
+"""Sizes of the copy. Windows, and lengths from which a model computes something else, are below `LENGTHS`."""
+MOST_PARAMETERS = 500_000_000
+"""Upper bound for a copy (2 GB): two layers of a model of 7 billion parameters with its widths have 404 million."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FEWEST_LAYERS = 2
 TOLERANCE = 1e-3
@@ -58,30 +68,31 @@ TOLERANCE = 1e-3
 def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
     """Refuse a model that does not attend as its objective says, or whose documents change one another in a row.
 
-    A config that has passed is not checked again: an empty file beside the cache of shards records it. Where no small
-    copy of the config can be computed, a warning is logged instead.
+    A config that has passed is not checked again: an empty file beside the cache of shards records it. Where no copy of
+    the config can be computed, packed rows are refused, and a warning is logged for others.
 
     Args:
         is_packed: rows hold more than one document.
 
     Raises:
         ConfigError: a token changes the logits of earlier ones or of another document, or the logits are not those that
-            transformers computes for the document alone.
+            transformers computes for the document alone; or rows hold several, and none of this can be checked.
     """
     name, kind = f"model={source.model.name}", source.config.model_type
     passed = _record_of(source, is_packed=is_packed)
     if passed.exists():
         return
     try:
-        config = small_copy(source.config)
-        module, reference = _modules(config, source)
-        moved = differences(module, reference, source=source, is_packed=is_packed)
-    except ConfigError:
-        raise
-    except UNFIT as error:
-        reason = " ".join(str(error).split())[:200]
-        log.warning("%s: the isolation of packed documents in %s was not checked, since no small copy of its config "
-                    "runs (%s: %s)", name, kind, type(error).__name__, reason)  # fmt: skip
+        moved = _differences_of_a_copy(source, is_packed=is_packed)
+    except Unchecked as error:
+        if is_packed:
+            raise ConfigError(
+                f"{name}; whether a document changes the logits of the next one in its row cannot be checked for "
+                f"transformers' {kind}, which computes no small copy of its config ({error}); set "
+                "prepare.packing=pad, so that a row holds one document."
+            ) from error
+        log.warning("%s: the attention of %s was not checked, since transformers computes no small copy (%s)",
+                    name, kind, error)  # fmt: skip
         return
     if source.causal and moved["past"] > TOLERANCE:
         raise ConfigError(
@@ -113,6 +124,43 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
     with suppress(OSError):  # where the home folder is not writable, the check is made each time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
+
+
+class Unchecked(Exception):
+    """Raised where transformers itself computes no copy of a model's config."""
+
+
+def _differences_of_a_copy(source: HuggingFaceModel, *, is_packed: bool) -> dict[str, float]:
+    """Return `differences` of a small copy; where transformers cannot compute that, of one with the model's widths.
+
+    Raises:
+        Unchecked: it computes neither.
+        ConfigError: it computes one, but not as training calls it.
+    """
+    for copied in (small_copy, shallow_copy):
+        try:
+            config = copied(source.config)
+            _require_small(config, source)
+            reference = _module(config, source, is_plain=True)
+            _require_finite(reference)
+        except UNFIT as error:
+            reason = one_line(error)
+            continue
+        try:
+            module = _module(config, source, is_plain=False)
+            module.load_state_dict(reference.state_dict(), assign=True)  # one copy in memory
+            moved = differences(module, reference, source=source, is_packed=is_packed)
+        except ConfigError:
+            raise
+        except UNFIT as error:
+            raise source.misfit(error) from error
+        if not all(math.isfinite(share) for share in moved.values()):
+            raise ConfigError(
+                f"model={source.model.name}; with the masks of training the logits of transformers' "
+                f"{source.config.model_type} are NaN or infinite; take another model, or set model.attention=eager."
+            )
+        return moved
+    raise Unchecked(reason)
 
 
 def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
@@ -242,30 +290,43 @@ def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal:
     return forward.logits_of(module, dict(module.named_parameters()), batch, causal=causal)[0, : len(ids)]
 
 
-def _modules(config: PretrainedConfig, source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
-    """Build the copy as training calls it and as transformers does, with the same random weights.
+def _require_small(config: PretrainedConfig, source: HuggingFaceModel) -> None:
+    """Require a copy to be small.
 
     Raises:
-        ValueError: the copy is too large.
+        ValueError: it has more than `MOST_PARAMETERS`.
     """
     with torch.device("meta"):
-        empty = source.built(config, trust_remote_code=source.runs_code)
+        empty = source.built_by_transformers(config, trust_remote_code=source.runs_code)
     count = sum(p.numel() for p in empty.parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"the copy has {count:,} parameters")
-    made: list[nn.Module] = []
+
+
+def _module(config: PretrainedConfig, source: HuggingFaceModel, *, is_plain: bool) -> nn.Module:
+    """Build a copy with random weights, as transformers calls it or as training does."""
+    own = copy.deepcopy(config)  # a module keeps its config
+    own._attn_implementation = "eager" if is_plain else source.config._attn_implementation
+    own._experts_implementation = "eager" if is_plain else source.config._experts_implementation
+    build = source.built_by_transformers if is_plain else source.built
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for is_plain in (False, True):
-            own = copy.deepcopy(config)  # a module keeps its config
-            own._attn_implementation = "eager" if is_plain else source.config._attn_implementation
-            own._experts_implementation = "eager" if is_plain else source.config._experts_implementation
-            build = source.built_by_transformers if is_plain else source.built
-            made.append(build(own, dtype=torch.float32, trust_remote_code=source.runs_code).eval())
-        for parameter in made[0].parameters():
+        made = build(own, dtype=torch.float32, trust_remote_code=source.runs_code).eval()
+        for parameter in made.parameters():
             _randomise(parameter)
-    made[1].load_state_dict(made[0].state_dict())
-    return made[0], made[1]
+    return made
+
+
+def _require_finite(reference: nn.Module) -> None:
+    """Require transformers to compute finite logits of a copy.
+
+    Raises:
+        ValueError: they are not.
+    """
+    with torch.no_grad():
+        logits = reference(input_ids=_random_ids(sum(LENGTHS))[None]).logits
+    if not bool(logits.isfinite().all()):
+        raise ValueError("its logits are NaN or infinite")
 
 
 @torch.no_grad()
@@ -287,22 +348,35 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     kept = shared * min(heads // groups, 2)
     small: dict[str, Any] = {**dict.fromkeys(HEADS, kept), **dict.fromkeys(WIDTHS, WIDTH * kept)}
     small |= {"num_key_value_heads": shared, "head_dim": WIDTH}
-    layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
-    small |= dict.fromkeys(DEPTHS, min(layers, _layers_of_every_kind(values.get("layer_types"))))
     for name, most in AT_MOST.items():
         value = values.get(own.get(name, name))
         if isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(value, most)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
             small[name] = [min(each, most) for each in value]
-    for name, value in {**small, **IDS}.items():
+    return _with(small, config=config, values=_with_plain_rope(values))
+
+
+def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config of the same class and widths with few layers and tokens, for classes that tie their widths."""
+    small = {name: AT_MOST[name] for name in ("vocab_size", "vocab_size_per_layer_input")}
+    return _with(small, config=config, values=config.to_dict())
+
+
+def _with(small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any]) -> PretrainedConfig:
+    """Return a config of few layers with some values replaced, where it has them at all."""
+    own: Mapping[str, str] = config.attribute_map
+    layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
+    kinds = values.get(own.get("layer_types", "layer_types"))
+    fewest = min(layers, _layers_of_every_kind(kinds))
+    for name, value in {**small, **dict.fromkeys(DEPTHS, fewest), **IDS}.items():
         if values.get(own.get(name, name)) is not None:
             values[own.get(name, name)] = value
     for name, value in values.items():
         if isinstance(value, list) and len(value) == layers:
-            values[name] = value[: small["num_hidden_layers"]]
+            values[name] = value[:fewest]
     values.pop("quantization_config", None)
-    return type(config).from_dict(_with_plain_rope(values))
+    return type(config).from_dict(values)
 
 
 def _layers_of_every_kind(kinds: Any) -> int:

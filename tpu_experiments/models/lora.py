@@ -5,6 +5,7 @@
 Whether training changed anything is told by fingerprints of parameters at their start: a save that turns out to be the
 base model is the loudest complaint of TPU users (huggingface/transformers#36004)."""
 
+import copy
 import hashlib
 import itertools
 import math
@@ -17,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
 from tpu_experiments.models.contracted import contracted, forked, into_heads, out_of_heads, together
+from tpu_experiments.models.conversion import lost_in_peft
 from tpu_experiments.models.dora import row_norms, with_length
 from tpu_experiments.models.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.float32_gradients import product
@@ -469,8 +472,7 @@ def inject(
         ConfigError: a target matches no Linear; the names that exist are listed. Or an adapted weight cannot be
             rounded to the grid.
     """
-    kinds = (nn.Linear, Conv1D, QuantLinear)
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
+    linears = {name: part for name, part in module.named_modules() if is_linear(part)}
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
@@ -478,6 +480,7 @@ def inject(
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
     matched = _matched(linears, lora.targets)
+    _require_read_by_peft(module, matched, lora)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
         linear, scale = linears[name], scale_of(lora)
@@ -492,6 +495,41 @@ def inject(
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _link_siblings(module.get_submodule(parent))
     return report(module, adapters=len(matched))
+
+
+def _require_read_by_peft(module: nn.Module, matched: list[str], lora: LoraConfig) -> None:
+    """Require PEFT to read each adapter as that of its module.
+
+    Raises:
+        ConfigError: it would take some for those of experts.
+    """
+    lost = lost_in_peft(module, matched) if isinstance(module, PreTrainedModel) else []
+    if lost:
+        leaves = sorted({name.rpartition(".")[2] for name in lost})
+        kept = sorted({name.rpartition(".")[2] for name in matched} - set(leaves))
+        raise ConfigError(
+            f"lora.targets=[{','.join(lora.targets)}]; PEFT leaves adapters of {', '.join(leaves)} out when it reads "
+            f"those of a {module.config.model_type}, since it takes them for its experts' ({len(lost)} of "
+            f"{len(matched)} modules, first {lost[0]}); use lora.targets=[{','.join(kept)}]."
+        )
+
+
+def is_linear(part: nn.Module) -> bool:
+    """Return whether a module computes W x, or W x + b, and nothing else.
+
+    Subclasses of Linear may compute something else (PhiMoE's router returns experts and their weights, DeepSeek V4's
+    grouped projection), so that each is probed on a few numbers.
+    """
+    if not isinstance(part, nn.Linear) or type(part) is nn.Linear:
+        return isinstance(part, nn.Linear | Conv1D | QuantLinear)
+    plain, x = nn.Linear(3, 2, bias=part.bias is not None, device="cpu"), torch.tensor([[[0.5, -2.0, 30.0]]])
+    probe = copy.copy(part)
+    probe._parameters = dict(plain._parameters)
+    try:
+        out = probe(x)
+    except Exception:  # it needs other shapes or inputs
+        return False
+    return isinstance(out, Tensor) and out.shape == (1, 1, 2) and torch.allclose(out, plain(x))
 
 
 def _require_on_grid(linear: nn.Module, name: str, grid: Grid) -> nn.Linear:

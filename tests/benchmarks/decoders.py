@@ -1,0 +1,590 @@
+"""Every causal model type of the installed transformers: computed as transformers does, refused, or wrong.
+
+    python -m tests.benchmarks.decoders RESULTS.jsonl [--only TYPE,...] [--seconds 120] [--gib 6]
+    python -m tests.benchmarks.decoders RESULTS.jsonl --table
+
+Of each type in `AutoModelForCausalLM`'s mapping a small checkpoint of random weights is written by `save_pretrained`
+and loaded as training loads it, in a process of its own with limits of time and memory. Two documents in one row are
+compared with what transformers computes of each alone: by each value of `model.attention`, by the layers folded into a
+loop, and with an adapter on every Linear, beside PEFT's of the same weights, with its gradients. Tokens are generated
+with a cache of keys and values. A type is `right` if all that was not refused agrees to 1e-5 of the largest logit,
+`refused` if every way was, by one sentence. Where packed rows alone were refused, rows of one document are compared.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.config.task_schema import ChoiceConfig
+from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.models.build import BuiltModel, build_model, describe
+from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.models.generation import Decoder
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.ops import Folding, python_loop
+from tpu_experiments.runtime.stacked import hugging_face_names, unstacked
+
+ATTENTIONS = ("flash", "sdpa", "eager")
+DOCUMENTS = (19, 11)
+"""Tokens of the two documents, longer than any window of the small configs, and unequal."""
+PADDING = 2
+TOLERANCE = 1e-5
+"""Of the largest logit."""
+GRADIENT_TOLERANCE = 1e-4
+"""Of the largest of a tensor's gradients, which have more sums behind them than logits."""
+FOLDING = Folding(loop=python_loop)
+NEW, BUCKET = 8, 16
+"""Tokens that are generated, and slots of the prompt: some are padding."""
+VOCABULARY = 320
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("unpadded_vocab_size", "ngram_vocab_size_base"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model_base", "embedding_size", "embedding_dim"), 64),
+    **dict.fromkeys(("emb_dim", "lru_width", "attention_hidden_size", "word_embed_proj_dim", "mamba_d_ssm"), 64),
+    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "backbone_hidden_size", "dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dim_ff", "dff", "ffn_hidden_size", "d_inner"), 96),
+    **dict.fromkeys(("intermediate_size_mlp", "encoder_ffn_dim", "decoder_ffn_dim", "feed_forward_size"), 96),
+    **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "shared_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_blocks"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_mamba_heads"), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "d_head", "dim_head", "swa_head_dim", "attention_head_size"), 16),
+    **dict.fromkeys(("global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "d_rel", "laurel_rank", "adapter_rank"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input"), 32),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "index_topk_blocks"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_groups", "first_k_dense_replace", "num_expert_group"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 128),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size"), 8),
+    **dict.fromkeys(("local_attention", "sliding_window_size", "keep_window_size", "index_block_size"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
+    "index_topk": 64,
+    "pronunciation_vocab_size": 910,
+}
+"""Values of small configs, by the names that config classes give to sizes."""
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MANY_STATES = {"mamba_n_heads": 8, "mamba_expand": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": MANY_STATES,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"moe_num_experts": 4}},
+    "dots1": {"n_routed_experts": 4},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": MANY_STATES,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Further values that the config of a type needs."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert: an encoder": {"is_decoder": False},
+    "falcon: ALiBi": {"alibi": True},
+    "gemma4_text: layers that share keys": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "lfm2: convolutions": {"layer_types": ["conv", "full_attention"]},
+    "llama: dynamic RoPE": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama: dynamic RoPE, long rows": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+    "llama: YaRN": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "llama: tied head": {"tie_word_embeddings": True},
+    "llama4_text: scaled by position": {"floor_scale": 8, "attn_scale": 0.5},
+    "ministral3: scaled by position": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "phi3: LongRoPE": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "phi3: LongRoPE, long rows": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 16,
+        },
+        "original_max_position_embeddings": 16,
+    },
+    "qwen2: windows in late layers": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_next: linear attention alone": {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2},
+}
+"""Further configurations, by their type and what is of its own in them."""
+
+
+def small_config(name: str) -> PretrainedConfig:
+    """Make a small config of a type or variant; one of an encoder attends to earlier tokens alone."""
+    model_type, is_variant, _ = name.partition(":")
+    kind = CONFIG_MAPPING[model_type]
+    values = small_values(kind, own={**OWN.get(model_type, {}), **(VARIANTS[name] if is_variant else {})})
+    config: PretrainedConfig = kind(**values)
+    return config
+
+
+def small_values(kind: type[PretrainedConfig], *, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for a config class: small sizes for all it has, and for its parts."""
+    names = {kind.attribute_map.get(name, name) for name in (*SIZES, *IDS)}
+    sizes = {kind.attribute_map.get(name, name): value for name, value in {**SIZES, **IDS}.items()}
+    try:
+        default: Any = kind()
+        given = default.to_dict()
+    except Exception:  # its defaults do not go together; the sizes may
+        default, given = kind, {name: getattr(kind, name, None) for name in names}
+    values = {
+        name: value
+        for name, value in sizes.items()
+        if (isinstance(given.get(name), int) or (name in IDS and name in given)) and not _is_computed(kind, name)
+    }
+    kinds = given.get("layer_types")
+    if isinstance(kinds, list) and kinds and not _is_computed(kind, "layer_types"):
+        layers = max(2, *(kinds.index(each) + 1 for each in set(kinds)))
+        values[kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:  # latent attention has all heads
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if given.get("is_decoder") is False:
+        values["is_decoder"] = True
+    for name, part in kind.sub_configs.items():
+        inner = type(getattr(default, name, None)) if name in own or getattr(default, name, None) is not None else part
+        if isinstance(inner, type) and issubclass(inner, PretrainedConfig) and inner is not PretrainedConfig:
+            with contextlib.suppress(Exception):  # a part that has no defaults is left as it is
+                values[name] = small_values(inner, own={})
+    merged = values | {name: value for name, value in own.items() if not isinstance(value, dict)}
+    for name, value in own.items():
+        if isinstance(value, dict):
+            merged[name] = {**merged.get(name, {}), **value}
+    return merged
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    return isinstance(getattr(kind, name, None), property)
+
+
+def written(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
+    """Write a checkpoint of weights and buffers that move logits; return it as transformers reads it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for name, tensor in model.state_dict().items():
+            if name not in own and tensor.is_floating_point():
+                tensor.add_(torch.rand_like(tensor), alpha=0.05)
+    model.save_pretrained(folder)
+    return read_back(folder)
+
+
+def read_back(folder: Path) -> PreTrainedModel:
+    """Read a checkpoint by transformers, with the plainest attention that its class has."""
+    for attention in ("eager", "sdpa", None):
+        chosen = {} if attention is None else {"attn_implementation": attention}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **chosen)
+        except ValueError:
+            if attention is None:
+                raise
+            continue
+        whole: PreTrainedModel = model.eval()
+        return whole
+    raise AssertionError
+
+
+def rows_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Draw a row of documents of these lengths, with padding behind them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, VOCABULARY - 5, (1, sum(lengths)), generator=generator, dtype=torch.int32)
+    padding = torch.zeros(1, PADDING, dtype=torch.int32)
+    segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)])[None].int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].int()
+    parts = {"ids": ids, "positions": positions, "segments": segments, "learn": torch.ones_like(ids)}
+    return {name: torch.cat([part, padding], dim=1) for name, part in parts.items()}
+
+
+def alone(model: nn.Module, rows: Mapping[str, Tensor]) -> Tensor:
+    """Return what transformers computes for each document by itself, (T, V)."""
+    segments = rows["segments"][0]
+    parts = [rows["ids"][:, segments == number].long() for number in segments[segments > 0].unique()]
+    with torch.no_grad():
+        return torch.cat([model(input_ids=part, use_cache=False).logits[0] for part in parts])
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference as a share of the largest value; infinite where one is NaN."""
+    found = float((ours - theirs).abs().max() / theirs.abs().max())
+    return found if found == found else float("inf")
+
+
+class Case:
+    """One type's checkpoint, as the product loads it."""
+
+    def __init__(self, model_type: str, folder: Path, reference: PreTrainedModel) -> None:
+        self.model_type, self.folder, self.reference = model_type, folder, reference
+        self.found: dict[str, Any] = {"refusals": {}}
+        self.targets = ["all-linear"]
+
+    def source(self, attention: str) -> HuggingFaceModel:
+        """Return the source of the checkpoint."""
+        model = ModelConfig(name=self.model_type, path=str(self.folder), dtype="float32", attention=attention)
+        return HuggingFaceModel(model, seed=0)
+
+    def built(self, source: HuggingFaceModel, *, r: int, folding: Folding | None) -> BuiltModel:
+        """Build the model in plain torch, or with its layers in a loop, with adapters that change the logits."""
+        lora = LoraConfig(r=r, alpha=2.0 * max(r, 1), targets=self.targets)
+        made = build_model(source, lora=lora, seed=0, place=lambda tensor, name: tensor, folding=folding)
+        made.module.eval()
+        with torch.no_grad():
+            for name, tensor in made.trainable.items():
+                if name.endswith("lora_B"):
+                    names = hugging_face_names(name)
+                    tensor.copy_(torch.cat([drawn(each, tensor) for each in names]).view_as(tensor))
+        return made
+
+    def compare(self) -> dict[str, Any]:
+        """Try every attention on packed rows, then on rows of one document."""
+        for lengths in (DOCUMENTS, DOCUMENTS[:1]):
+            is_packed = len(lengths) > 1
+            rows = rows_of(lengths)
+            expected = alone(self.reference, rows)
+            if not bool(expected.isfinite().all()):
+                return self.found | {"outcome": "no config", "why": "transformers' own logits are not finite"}
+            for attention in ATTENTIONS:
+                key = attention if is_packed else f"{attention}, one document"
+                try:
+                    self._attend(attention, key, rows, expected)
+                except ConfigError as error:
+                    self.found["refusals"][key] = str(error)
+            if "attention" in self.found:
+                self.found["rows"] = "packed" if is_packed else "one document"
+                break
+        return self.found | {"outcome": self._outcome()}
+
+    def _outcome(self) -> str:
+        if "attention" not in self.found:
+            return "refused"
+        wrong = [k for k, v in self.found["apart"].items() if v > (GRADIENT_TOLERANCE if "grad" in k else TOLERANCE)]
+        return f"wrong: {', '.join(wrong)}" if wrong else "right"
+
+    def _attend(self, attention: str, key: str, rows: dict[str, Tensor], expected: Tensor) -> None:
+        source = self.source(attention)
+        is_document = rows["segments"][0] > 0
+        describe(source, lora=LoraConfig(r=0))  # in the order of tasks/setup.py
+        require_isolation(source, is_packed=bool(rows["segments"].max() > 1))
+        plain = self.built(source, r=0, folding=None)
+        differences: dict[str, float] = self.found.setdefault("apart", {})
+        with torch.no_grad():
+            ours = logits_of(plain.module, plain.trainable, rows)[0][is_document]
+            differences[key] = apart(ours, expected)
+            if has_plain_head(plain.module):
+                hidden, head = hidden_of(plain.module, plain.trainable, rows)
+                logits = capped(hidden @ head.T, soft_cap_of(plain.module))[0][is_document]
+                differences[f"{key} head"] = apart(logits, expected)
+        if "attention" in self.found:
+            return
+        self.found["attention"] = attention
+        for name, check in (("folded", self._folded), ("adapter", self._adapter), ("generated", self._generated)):
+            try:
+                check(source, rows, expected, differences)
+            except ConfigError as error:
+                self.found["refusals"][name] = str(error)
+        if "adapter" in self.found["refusals"]:
+            self.targets = attention_leaves(plain.module)
+            with contextlib.suppress(ConfigError):
+                self._adapter(source, rows, expected, differences)
+
+    def _folded(
+        self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
+    ) -> None:
+        folded = self.built(source, r=0, folding=FOLDING)
+        self.found["folds"] = any("FoldedLayers" in type(part).__name__ for part in folded.module.modules())
+        with torch.no_grad():
+            ours = logits_of(folded.module, folded.trainable, rows)[0][rows["segments"][0] > 0]
+        differences["folded"] = apart(ours, expected)
+
+    def _generated(
+        self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
+    ) -> None:
+        """Compare the likeliest tokens after a prompt with those that transformers computes without a cache."""
+        prompt = rows["ids"][0, : DOCUMENTS[1]].tolist()
+        plain = self.built(source, r=0, folding=None)
+        for name, parameter in plain.trainable.items():
+            path, _, leaf = name.rpartition(".")
+            plain.module.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(parameter)
+        plain.module.tie_weights()  # type: ignore[operator]
+        how = {"num_rows": 1, "max_new_tokens": NEW, "tokens_per_call": 4, "seed": 0}
+        decoder = Decoder(plain.module, runtime=EagerRuntime(HwConfig(num_threads=1)), choice=ChoiceConfig(), **how)
+        *_, (ours,) = decoder.stream([prompt], draws=[0], bucket=BUCKET)
+        theirs = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(NEW):
+                logits = self.reference(input_ids=theirs, use_cache=False).logits[:, -1:]
+                theirs = torch.cat([theirs, logits.argmax(-1)], dim=1)
+        differences["generated"] = float(ours != theirs[0, len(prompt) :].tolist())
+
+    def _adapter(
+        self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
+    ) -> None:
+        built = self.built(source, r=4, folding=None)
+        self.found["targets"] = sorted({name.split(".")[-2] for name in adapted_weights(built.module)})
+        with torch.no_grad():
+            ours = logits_of(built.module, built.trainable, rows)[0][rows["segments"][0] > 0]
+        whole = self._with_adapter(source, built)
+        theirs = alone(whole, rows)
+        differences["adapter"] = apart(ours, theirs)
+        self.found["adapter moves"] = apart(theirs, expected)
+        ours_by_name = gradients(built, rows)
+        if isinstance(whole, peft.PeftModel):
+            differences["gradients"] = self._gradients_apart(source, whole, rows, ours_by_name)
+
+    def _gradients_apart(
+        self, source: HuggingFaceModel, whole: nn.Module, rows: Mapping[str, Tensor], ours: Mapping[str, Tensor]
+    ) -> float:
+        """Return the largest difference of gradients from PEFT's, as a share of each tensor's largest."""
+        segments = rows["segments"][0]
+        named = dict(whole.named_parameters())
+        theirs = {name: named[peft_name(source.outer_name(name))] for name in ours}
+        for parameter in theirs.values():
+            parameter.requires_grad_(True)
+        loss = torch.zeros(())
+        for number in segments[segments > 0].unique():
+            ids = rows["ids"][:, segments == number].long()
+            logits = whole(input_ids=ids, use_cache=False).logits[0]
+            loss = loss + torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
+        found = torch.autograd.grad(loss, list(theirs.values()), allow_unused=True)
+        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=True)}
+        largest = max(float(g.abs().max()) for g in by_name.values())
+        return max(
+            float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
+            for name, grad in by_name.items()
+        )
+
+    def _with_adapter(self, source: HuggingFaceModel, built: BuiltModel) -> nn.Module:
+        """Return transformers' model with the adapter as PEFT reads it; merged where PEFT does not take the model."""
+        lora = LoraConfig(r=4, alpha=8.0, targets=self.targets)
+        values = {source.outer_name(name): tensor for name, tensor in built.trainable.items()}
+        with tempfile.TemporaryDirectory() as place:
+            write_adapter(
+                place,
+                parameters=values,
+                initial={},
+                lora=lora,
+                base_path=str(self.folder),
+                revision=None,
+                is_transposed=any(adapted_weights(built.module).values()),
+            )
+            try:
+                whole: nn.Module = peft.PeftModel.from_pretrained(read_back(self.folder), place)
+                return whole.eval()
+            except Exception as error:  # PEFT's own, of a model that it does not know
+                self.found["peft"] = one_line(error)
+        merged = read_back(self.folder)
+        for name, is_transposed in adapted_weights(built.module).items():
+            outer = source.outer_name(name)
+            path = outer.removesuffix(".weight")
+            delta = values[f"{path}.lora_B"] @ values[f"{path}.lora_A"] * 2.0
+            with torch.no_grad():
+                merged.get_parameter(outer).add_(delta.T if is_transposed else delta)
+        return merged
+
+
+def attention_leaves(module: nn.Module) -> list[str]:
+    """Return the last parts of the names of attention's Linear modules."""
+    linears = [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    return sorted({name.rpartition(".")[2] for name in linears if "att" in name.rpartition(".")[0]})
+
+
+def drawn(name: str, like: Tensor) -> Tensor:
+    """Draw B of one layer by its name."""
+    shape = like.shape[-2:]
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.05
+
+
+def gradients(built: BuiltModel, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the row's loss under Hugging Face's names."""
+    with torch.autograd.set_multithreading_enabled(False):
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in built.trainable.items()}
+        sums, _ = next_token_loss(built.module, leaves, rows)
+        found = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
+    named = zip(leaves, found, strict=True)
+    return unstacked({name: torch.zeros_like(leaves[name]) if g is None else g for name, g in named})
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of an adapter's parameter in a model that it wraps."""
+    path, _, part = name.rpartition(".")
+    return f"base_model.model.{path}.{part}.default.weight"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the kind and text of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def tried(model_type: str) -> dict[str, Any]:
+    """Compare one type in this process."""
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["XDG_CACHE_HOME"] = f"{place}/cache"  # no check is skipped because it passed before
+        try:
+            config = small_config(model_type)
+            reference = written(config, Path(place))
+            count = sum(p.numel() for p in reference.parameters())
+            alone(reference, rows_of(DOCUMENTS[:1]))
+        except Exception as error:  # each class checks and computes in its own way
+            return {"outcome": "no config", "why": one_line(error), "where": traceback.format_exc()[-1500:]}
+        case = Case(model_type, Path(place), reference)
+        try:
+            return case.compare() | {"parameters": count}
+        except Exception as error:
+            where = traceback.format_exc()[-3000:]
+            return case.found | {"outcome": "traceback", "why": one_line(error), "where": where, "parameters": count}
+
+
+def in_child(model_type: str, answers: Connection, *, gib: float) -> None:
+    """Compare one type within a limit of memory, and send what was found."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
+    os.nice(10)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    import torch_xla
+
+    torch_xla.device()  # before the first backward pass: torch sets up its threads for the devices that it knows then
+    with contextlib.redirect_stdout(io.StringIO()):
+        answers.send(tried(model_type))
+
+
+def compared(model_type: str, *, seconds: float, gib: float) -> dict[str, Any]:
+    """Compare one type in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    answers, sent = context.Pipe(duplex=False)
+    child = context.Process(target=in_child, args=(model_type, sent), kwargs={"gib": gib})
+    begin = time.perf_counter()
+    child.start()
+    sent.close()
+    try:
+        found = answers.recv() if answers.poll(seconds) else {"outcome": "limit", "why": f"more than {seconds:.0f} s"}
+    except EOFError:
+        child.join()
+        found = {"outcome": "limit", "why": f"ended with {child.exitcode} (memory: {gib:g} GiB)"}
+    child.kill()
+    child.join()
+    taken = round(time.perf_counter() - begin, 1)
+    return {"type": model_type, **found, "seconds": taken, "date": time.strftime("%Y-%m-%d")}
+
+
+def shown(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table, and the counts of outcomes."""
+    counts = Counter(result["outcome"].partition(":")[0] for result in results)
+    yield f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
+    for result in results:
+        far = max(result.get("apart", {}).values(), default=0.0)
+        why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
+        yield f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.200}"
+
+
+def main() -> None:
+    """Compare the types that the file of results lacks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--only", default="", help="types, with commas; compared again")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--gib", type=float, default=6)
+    parser.add_argument("--table", action="store_true", help="print what there is")
+    args = parser.parse_args()
+    lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else []
+    results = {result["type"]: result for result in map(json.loads, lines)}
+    only = [name for name in args.only.split(",") if name]
+    for model_type in (
+        () if args.table else only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - set(results))
+    ):
+        result = compared(model_type, seconds=args.seconds, gib=args.gib)
+        results[model_type] = result
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        print(*list(shown([result]))[1:], flush=True)
+    print(*shown([results[name] for name in sorted(results)]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
