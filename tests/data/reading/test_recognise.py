@@ -98,6 +98,13 @@ def test_preference_pairs_are_read_only_where_a_key_says_which(tmp_path, row, fi
     assert "c" not in [document.text, *(content for _, content in document.messages or ())]
 
 
+def test_chosen_turns_apart_from_their_conversation_are_not_offered_as_messages(tmp_path):
+    row = {"conversations": [TURN], "chosen": ANSWER, "rejected": ANSWER}
+    sentence = complaint(tmp_path, [row], kind="chat")
+    assert "add the chosen turn to its conversation and remove both fields" in sentence
+    assert "fields=" not in sentence
+
+
 def test_other_fields_of_preference_pairs_are_read_by_name(tmp_path):
     row = {"messages": [TURN, ANSWER], "chosen": [TURN, ANSWER], "rejected": [TURN]}
     assert "are preference pairs" in complaint(tmp_path, [row], kind="chat")

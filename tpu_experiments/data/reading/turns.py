@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpu_experiments.config.errors import suggest
+from tpu_experiments.data.documents import REASONING
 from tpu_experiments.data.reading.fields import BadRow, Record, encodable, from_json, is_empty
 from tpu_experiments.data.reading.names import (
     CALL_ROLES,
@@ -21,8 +22,6 @@ from tpu_experiments.data.reading.tools import calls_of, tools_of
 TEXT_PARTS = ("text", "input_text", "output_text")
 CALL_PARTS = ("tool_call", "tool_use", "function_call")
 """Types of content parts that are a call (LLaMA-Factory's v1 format, Anthropic)."""
-REASONING = "reasoning_content"
-"""Name of a turn's reasoning in `Document.extras`, whatever the file calls it."""
 
 
 @dataclass
