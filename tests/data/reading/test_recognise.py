@@ -141,6 +141,13 @@ def test_a_number_as_text_is_named(tmp_path):
     assert refused.message.startswith("has int in 'text', not a string")
 
 
+def test_a_table_with_conversations_as_json_is_read(tmp_path):
+    cell = json.dumps([TURN, ANSWER]).replace('"', '""')
+    path = written(tmp_path, "a.csv", f'id,messages\n0,"{cell}"\n')
+    [document] = read(path, kind="chat", format="auto")
+    assert (document.messages, document.unread) == ((("user", "a"), ("assistant", "b")), ("id",))
+
+
 def test_a_table_of_pythons_notation_is_refused(tmp_path):
     path = written(tmp_path, "a.csv", f'messages\n"{[TURN, ANSWER]}"\n')
     _, [refused] = split_rows(path, kind="chat", format="auto")
