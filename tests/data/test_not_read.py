@@ -133,3 +133,13 @@ def test_kept_documents_are_read_back_with_what_stands_beside_their_contents(tmp
     [found] = read(tmp_path / "a.parquet", kind="chat", format="auto")
     assert found.content == document.content
     assert (found.id, found.unread) == ("7", ("id", "source"))
+
+
+def test_rows_that_differ_in_their_system_text_alone_are_all_kept(tmp_path, tokenizer):
+    told = [{"from": "human", "value": "Cine ești?"}, {"from": "gpt", "value": "Sunt un asistent."}]
+    lines = [{"system": f"Ești asistentul firmei {i}.", "conversations": told} for i in range(6)]
+    path = write_lines(tmp_path / "a.jsonl", [*lines, lines[0] | {"id": 6}])
+    source = chat_source(path, eval_fraction=0.0, test_fraction=0.0)
+    [found] = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)["a"].manifests.values()
+    assert found["documents_reported"] == {"exact_duplicate": 1}
+    assert found["documents_out"] == 6

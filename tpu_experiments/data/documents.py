@@ -1,12 +1,16 @@
 """Documents, the output of readers, and `SourceSpec`, their input: a source with its path resolved."""
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_experiments.config.data_schema import DOCUMENT, FIRST_TURN, FORMATS_OF_KIND, DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.paths import find_local
+
+REASONING = "reasoning_content"
+"""Name of a turn's reasoning in `Document.extras`, whatever the file calls it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,19 @@ class Document:
             return self.text
         beside = (self.extras, self.tools, self.context)
         return json.dumps([self.messages, *beside] if any(beside) else self.messages)
+
+    @property
+    def reasoning(self) -> dict[int, str]:
+        """Reasoning of the turns that have any, by their indices."""
+        found = {turn: json.loads(extra).get(REASONING) for turn, extra in enumerate(self.extras) if extra}
+        return {turn: text for turn, text in found.items() if text}
+
+    def with_reasoning(self, changed: Mapping[int, str]) -> "Document":
+        """Return the document with other reasoning in the turns of `changed`, which have some."""
+        extras = list(self.extras)
+        for turn, text in changed.items():
+            extras[turn] = json.dumps(json.loads(extras[turn]) | {REASONING: text}, ensure_ascii=False)
+        return replace(self, extras=tuple(extras))
 
     @property
     def uses_tools(self) -> bool:

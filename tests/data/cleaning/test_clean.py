@@ -224,3 +224,14 @@ def test_rules_that_can_be(kind):
     scope = {"scope": "paragraph", "max_paragraphs": 8} if kind == "text" else {}
     check_rules(CleanConfig(language="ro", min_chars=5, max_chars=5, **scope), source="a", kind=kind)
     check_rules(CleanConfig(), source="a", kind=kind)
+
+
+def test_reasoning_is_rewritten_as_its_answer_is():
+    extras = ("", '{"reasoning_content": "Fiindcă aşa  e.", "tool_calls": []}', "{}", "")
+    told = (("user", "De ce?"), ("assistant", "Aşa e."), ("tool", "1"), ("assistant", "Da."))
+    cleaner = Cleaner(CleanConfig(romanian_letters="comma", whitespace="collapse"))
+    found = cleaner.clean(Document("1", messages=told, extras=extras))
+    assert found.messages[1][1] == "Așa e."
+    assert found.extras == ("", '{"reasoning_content": "Fiindcă așa e.", "tool_calls": []}', "{}", "")
+    assert cleaner.changes == {"romanian_letters": 1, "whitespace": 1}
+    assert cleaner.clean(found) == found

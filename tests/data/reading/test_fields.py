@@ -351,6 +351,9 @@ def test_a_turn_for_each_call_is_one_turn():
     found = document({"messages": told}, "messages")
     assert [role for role, _ in found.messages] == ["user", "assistant", "tool", "assistant"]
     assert extras(found)[1] == {"reasoning_content": "R", "tool_calls": [CALLED, CALLED]}
+    thought = [told[1], calls[0] | {"reasoning": "R2"}]
+    apart = document({"messages": [ASKED, *thought, *ANSWERS]}, "messages")
+    assert [extra.get("reasoning_content") for extra in extras(apart)] == [None, "R", "R2", None, None]
     apart = document({"messages": [ASKED, ANSWERED | {"train": False}, *calls, *ANSWERS]}, "messages")
     assert [role for role, _ in apart.messages] == ["user", "assistant", "assistant", "tool", "assistant"]
     assert apart.context == (1,)
@@ -363,6 +366,15 @@ def test_calls_that_differ_are_refused_and_their_other_fields_named():
     found = document(with_answer(tool_calls=[CALLED | {"index": 1, "type": "builtin"}]), "messages")
     assert found.unread == ("messages[].tool_calls[].index", "messages[].tool_calls[].type")
     assert refused(with_answer(function_calls="vreme(oras='Iași')"), "messages").reason == "bad_call"
+
+
+def test_names_of_calls_that_are_no_text_are_named():
+    told = {"role": "tool", "content": "12", "name": 3, "tool_call_id": 4}
+    found = document({"messages": [ASKED, ANSWERED | {"tool_calls": [CALLED | {"id": 4}]}, told, ANSWERED]}, "messages")
+    assert found.unread == ("messages[].name", "messages[].tool_call_id", "messages[].tool_calls[].id")
+    part = {"type": "tool_call", "value": CALLED | {"index": 0}, "rank": 1}
+    found = document(with_answer(content=[part]), "messages")
+    assert found.unread == ("messages[].content[].rank", "messages[].content[].value.index")
 
 
 @pytest.mark.parametrize(
@@ -525,6 +537,19 @@ FULL = [
                 {"role": "tool", "name": "vreme", "tool_call_id": "c1", "content": "12", "is_error": False},
                 {"role": "assistant", "content": "B", "reasoning": "R2", "score": 0.5, "weight": 1},
             ],
+        },
+    ),
+    (
+        "messages",
+        {
+            "conversations": [
+                {"from": "human", "value": "Vremea?"},
+                {"from": "gpt", "value": "Mă uit.", "thinking": "R"},
+                {"from": "function_call", "value": {"function": CALLED["function"] | {"strict": True}, "id": 3}},
+                {"from": "observation", "value": "12", "name": 4},
+                {"from": "gpt", "value": [{"type": "tool_call", "value": CALLED, "rank": 1}]},
+            ],
+            "functions": json.dumps([TOOL]),
         },
     ),
     (

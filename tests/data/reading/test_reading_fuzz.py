@@ -212,6 +212,47 @@ def test_rows_of_any_shape(row, fields):
             assert (found.message if isinstance(found, Refused) else found.content + found.id).encode()
 
 
+ROW_FIELDS = ["messages", "prompt", "completion", "question", "answer", "instruction", "output", "input", "system"]
+ROW_FIELDS += ["history", "tools", "functions", "reasoning", "images", "choices", "label", "mask", "A", "B", "id"]
+TURN_FIELDS = [
+    "role",
+    "from",
+    "content",
+    "value",
+    "reasoning",
+    "thinking",
+    "tool_calls",
+    "function_call",
+    "name",
+    "loss",
+]
+TURN_FIELDS += ["weight", "masked", "images", "refusal", "channel", "tools", "type", "text", "arguments", "function"]
+roles = st.sampled_from(
+    ["system", "user", "assistant", "tool", "function_call", "gpt", "thinking", "text", "tool_call"]
+)
+turns_of_anything = st.recursive(
+    json_values | roles | st.sampled_from(["[]", '[{"role": "user"}]', '{"name": "a"}', 0, 1, 0.5]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TURN_FIELDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@FUZZ
+@given(
+    row=st.dictionaries(st.sampled_from(ROW_FIELDS), turns_of_anything, max_size=5),
+    turns=st.lists(st.dictionaries(st.sampled_from(TURN_FIELDS), turns_of_anything, max_size=4), max_size=3),
+    role=roles,
+)
+def test_turns_of_any_shape(row, turns, role):
+    row = row | {"messages": [turn | {"role": role} for turn in turns]} if turns else row
+    for kind, formats in FORMATS_OF_KIND.items():
+        for layout in formats[1:]:
+            spec = spec_for("a.jsonl", kind=kind, format=layout)
+            found = document_of(RawRow(row, "a.jsonl", "line", 1), spec=spec)
+            assert type(document_of(RawRow(json.dumps(row).encode(), "a.jsonl", "line", 1), spec=spec)) is type(found)
+            assert (found.message if isinstance(found, Refused) else found.content + "".join(found.unread)).encode()
+
+
 MARKS = st.sampled_from(
     ["<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "### Human:", "### Assistant:", "###"]
 )

@@ -98,6 +98,13 @@ def test_preference_pairs_are_read_only_where_a_key_says_which(tmp_path, row, fi
     assert "c" not in [document.text, *(content for _, content in document.messages or ())]
 
 
+def test_chosen_turns_apart_from_their_conversation_are_not_offered_as_messages(tmp_path):
+    row = {"conversations": [TURN], "chosen": ANSWER, "rejected": ANSWER}
+    sentence = complaint(tmp_path, [row], kind="chat")
+    assert "add the chosen turn to its conversation and remove both fields" in sentence
+    assert "fields=" not in sentence
+
+
 def test_other_fields_of_preference_pairs_are_read_by_name(tmp_path):
     row = {"messages": [TURN, ANSWER], "chosen": [TURN, ANSWER], "rejected": [TURN]}
     assert "are preference pairs" in complaint(tmp_path, [row], kind="chat")
@@ -132,6 +139,13 @@ def test_near_misses_in_types_are_read_or_named(tmp_path, row, layout):
 def test_a_number_as_text_is_named(tmp_path):
     _, [refused] = split_rows(written(tmp_path, "a.jsonl", '{"text": 3, "url": "b"}\n'), format="auto")
     assert refused.message.startswith("has int in 'text', not a string")
+
+
+def test_a_table_with_conversations_as_json_is_read(tmp_path):
+    cell = json.dumps([TURN, ANSWER]).replace('"', '""')
+    path = written(tmp_path, "a.csv", f'id,messages\n0,"{cell}"\n')
+    [document] = read(path, kind="chat", format="auto")
+    assert (document.messages, document.unread) == ((("user", "a"), ("assistant", "b")), ("id",))
 
 
 def test_a_table_of_pythons_notation_is_refused(tmp_path):

@@ -130,13 +130,17 @@ class Cleaner:
         return _refused(document, broken) if broken else _with_text(document, text)
 
     def _conversation(self, document: Document, *, messages: tuple[tuple[str, str], ...]) -> Document | Refused:
-        texts = self._rewritten([content for _, content in messages])
+        reasoning = document.reasoning
+        rewritten = self._rewritten([*(content for _, content in messages), *reasoning.values()])
+        texts, thoughts = rewritten[: len(messages)], rewritten[len(messages) :]
         for turn, text in enumerate(texts, start=1):
             if broken := self._broken(text):
                 return _refused(document, broken, where=f" in turn {turn}")
         if broken := self._foreign("\n".join(texts)):
             return _refused(document, broken)
         cleaned = tuple((role, text) for (role, _), text in zip(messages, texts, strict=True))
+        if thoughts != list(reasoning.values()):
+            document = document.with_reasoning(dict(zip(reasoning, thoughts, strict=True)))
         return document if cleaned == messages else replace(document, messages=cleaned)
 
     def _paragraphs(self, document: Document, *, text: str) -> Document | Refused:

@@ -107,10 +107,12 @@ def _refuse_preferences(seen: list[Record], *, spec: SourceSpec) -> None:
     is_whole = (begins.get("role") or begins.get("from")) not in ("assistant", "gpt") if begins else not has_prompt
     key = "text" if isinstance(chosen, str) and not has_prompt else "messages" if is_whole else "completion"
     kind = "text" if key == "text" else "chat"
+    remedy = f"'data.{spec.name}.fields={{{key}: chosen}}' with data.{spec.name}.kind={kind} reads the chosen ones"
+    if isinstance(chosen, dict):  # the last turn alone, as LLaMA-Factory has it
+        remedy = "add the chosen turn to its conversation and remove both fields"
     raise ConfigError(
         f"{spec.key}; its rows are preference pairs (chosen and rejected answers), and training on preferences is not "
-        f"there yet; 'data.{spec.name}.fields={{{key}: chosen}}' with data.{spec.name}.kind={kind} reads the chosen "
-        f"ones, data.{spec.name}.format= another field of the rows."
+        f"there yet; {remedy}, data.{spec.name}.format= another field of the rows."
     )
 
 

@@ -52,10 +52,10 @@ def calls_of(given: Any, *, number: int, unread: set[str], path: str) -> list[di
     """
     calls = from_json(given)
     if isinstance(calls, dict):
-        calls = [calls]
+        return [_call(calls, number=number, unread=unread, path=path)]
     if not isinstance(calls, list):
         raise BadRow("bad_call", f"has tool_calls in turn {number} that are no list; mend or remove the row.")
-    return [_call(from_json(call), number=number, unread=unread, path=path) for call in calls]
+    return [_call(from_json(call), number=number, unread=unread, path=f"{path}[]") for call in calls]
 
 
 def _call(given: Any, *, number: int, unread: set[str], path: str) -> dict[str, Any]:
@@ -78,6 +78,9 @@ def _call(given: Any, *, number: int, unread: set[str], path: str) -> dict[str, 
     own = call.find("id", "call_id", "tool_call_id")
     if own is not None and isinstance(own[1], str):
         called["id"] = own[1]
-    for record in {id(each): each for each in (call, function)}.values():
-        unread.update(f"{path}[].{name}" for name in record.unread)
+    elif own is not None:
+        call.unmark(own[0])
+    unread.update(f"{path}.{name}" for name in call.unread)
+    if inner is not None:
+        unread.update(f"{path}.{inner[0]}.{name}" for name in function.unread)
     return called

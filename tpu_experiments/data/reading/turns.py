@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpu_experiments.config.errors import suggest
+from tpu_experiments.data.documents import REASONING
 from tpu_experiments.data.reading.fields import BadRow, Record, encodable, from_json, is_empty
 from tpu_experiments.data.reading.names import (
     CALL_ROLES,
@@ -21,8 +22,6 @@ from tpu_experiments.data.reading.tools import calls_of, tools_of
 TEXT_PARTS = ("text", "input_text", "output_text")
 CALL_PARTS = ("tool_call", "tool_use", "function_call")
 """Types of content parts that are a call (LLaMA-Factory's v1 format, Anthropic)."""
-REASONING = "reasoning_content"
-"""Name of a turn's reasoning in `Document.extras`, whatever the file calls it."""
 
 
 @dataclass
@@ -76,11 +75,11 @@ def turn_of(given: Any, *, number: int, unread: set[str], path: str) -> Turn:
     if role == "assistant":
         turn.calls = _calls(record, number=number, unread=unread, path=path)
         turn.reasoning = reasoning_of(record, where=f"turn {number}")
-    content = _content(record, turn, number=number, unread=unread, path=path)
+    own, content = _content(record, turn, number=number, unread=unread, path=path)
     if content is None and (turn.calls or turn.reasoning):
         content = ""
     if has_calls_as_content and content is not None:
-        turn.calls += calls_of(content, number=number, unread=unread, path=f"{path}.content")
+        turn.calls += calls_of(content, number=number, unread=unread, path=f"{path}.{own}")
         content, turn.is_call = "", True
     if role is None or not isinstance(content, str):
         held = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
@@ -95,6 +94,8 @@ def turn_of(given: Any, *, number: int, unread: set[str], path: str) -> Turn:
             found = record.find(*spellings)
             if found is not None and isinstance(found[1], str):
                 turn.beside[name] = found[1]
+            elif found is not None:
+                record.unmark(found[0])
     if role == "system":
         offered = record.find_all("tools", is_meant=lambda name: meaning_in_turn(name) == "tools")
         turn.tools = [] if offered is None else tools_of(offered[1])
@@ -111,9 +112,9 @@ def with_calls_joined(turns: list[Turn]) -> list[Turn]:
     found: list[Turn] = []
     for turn in turns:
         before = found[-1] if found else None
-        if turn.is_call and before is not None and before.role == "assistant" and before.is_context == turn.is_context:
+        is_part = turn.is_call and not turn.reasoning and before is not None and before.role == "assistant"
+        if is_part and before is not None and before.is_context == turn.is_context:
             before.calls += turn.calls
-            before.reasoning = before.reasoning or turn.reasoning
         else:
             found.append(turn)
     return found
@@ -136,14 +137,17 @@ def _role(record: Record, *, number: int) -> tuple[str | None, bool]:
     return ROLES[name], False
 
 
-def _content(record: Record, turn: Turn, *, number: int, unread: set[str], path: str) -> Any:
-    """Return the content as text; what its parts hold beside is added to the turn, and what is no text unchanged."""
+def _content(record: Record, turn: Turn, *, number: int, unread: set[str], path: str) -> tuple[str, Any]:
+    """Return the content's field and its text, or what is no text unchanged; None where there is none.
+
+    What content parts hold beside text is added to the turn.
+    """
     found = record.find("content", "value", "text")
     if found is None:
-        return None
+        return "", None
     own, content = found
     if not isinstance(content, list):
-        return content
+        return own, content
     parts = [_part(part, number=number, unread=unread, path=f"{path}.{own}[]") for part in content]
     ranks = [part.rank for part in parts if part.text.strip() or part.calls]
     if ranks != sorted(ranks):
@@ -165,7 +169,7 @@ def _content(record: Record, turn: Turn, *, number: int, unread: set[str], path:
         )
     turn.reasoning = turn.reasoning or encodable(reasoning, name=f"turn {number}")
     turn.calls += calls
-    return "".join(part.text for part in parts if part.rank == _TEXT)
+    return own, "".join(part.text for part in parts if part.rank == _TEXT)
 
 
 _THOUGHT, _TEXT, _CALL = range(3)
@@ -187,8 +191,11 @@ def _part(part: Any, *, number: int, unread: set[str], path: str) -> _Part:
     kind = found[1] if found is not None else None
     if kind in CALL_PARTS:
         value = record.find("value", "tool_call", "function_call")
-        called = {name: each for name, each in record.fields.items() if name != "type"} if value is None else value[1]
-        return _Part(_CALL, "", calls_of(called, number=number, unread=unread, path=path))
+        if value is None:
+            called = {name: each for name, each in record.fields.items() if name != "type"}
+            return _Part(_CALL, "", calls_of(called, number=number, unread=unread, path=path))
+        unread.update(f"{path}.{name}" for name in record.unread)
+        return _Part(_CALL, "", calls_of(value[1], number=number, unread=unread, path=f"{path}.{value[0]}"))
     is_thought = isinstance(kind, str) and is_reasoning(kind)
     if not (is_thought or kind in TEXT_PARTS or (is_empty(kind) and record.fields)):
         what = repr(kind) if kind is not None else repr(type(part).__name__)
