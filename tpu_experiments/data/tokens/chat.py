@@ -25,13 +25,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
+from tpu_experiments.data.tokens.sandbox import TRAINING_DAY, TemplateLimit, rendered
 
 Messages = tuple[tuple[str, str], ...]
 """(role, content) pairs; the roles are system, user and assistant."""
@@ -61,6 +62,7 @@ def render(
     *,
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
+    now: datetime = TRAINING_DAY,
 ) -> str:
     """Render a conversation as the tokenizer's `apply_chat_template` does, within limits (sandbox.py).
 
@@ -69,7 +71,7 @@ def render(
         ConfigError: the template exceeds the limits.
     """
     turns = [{"role": role, "content": content} for role, content in messages]
-    return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with)
+    return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with, now=now)
 
 
 def render_turns(
@@ -78,6 +80,7 @@ def render_turns(
     tools: list[Any] | None,
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
+    now: datetime = TRAINING_DAY,
 ) -> str:
     """Render turns with all fields that a template may read, and the tools offered; see `render`.
 
@@ -92,6 +95,7 @@ def render_turns(
             tools=tools,
             add_generation_prompt=ends_with == "generation_prompt",
             more=tokenizer.special_tokens_map,
+            now=now,
         )
     except TemplateLimit as error:
         raise ConfigError(
@@ -104,7 +108,7 @@ def render_turns(
 
 
 def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render the text that an answer follows, in the first form that keeps the system text.
+    """Render the text that an answer follows, in the first form that keeps the system text, dated today.
 
     Raises:
         TemplateRefusal: the template refuses the conversation.
@@ -113,7 +117,7 @@ def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> 
     for form in FORMS:
         changed = form(messages)
         try:
-            text = render(changed, tokenizer=tokenizer, ends_with="generation_prompt")
+            text = render(changed, tokenizer=tokenizer, ends_with="generation_prompt", now=datetime.now())
             if _keeps_system_texts(changed, tokenizer=tokenizer):
                 return text
         except TemplateError as error:
