@@ -44,7 +44,7 @@ STEPS_PER_LOOK = 256
 MAX_BITS = 4096
 MAX_TEMPLATE_CHARS = 2**17
 TRAINING_DAY = datetime(2024, 7, 26)
-"""What `strftime_now` tells a template of training data, whenever it is prepared; the day in Llama 3.1's own template."""
+"""What `strftime_now` gives in training data, whenever that is prepared: the day that Llama 3.1's own template has."""
 LEFT_OUT = ("urlize", "wordwrap", "pprint", "striptags", "filesizeformat", "random")
 """Filters that are removed: their time grows faster than their text, or no chat needs them."""
 GROWING = re.compile(
