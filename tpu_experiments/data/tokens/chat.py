@@ -25,13 +25,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
+from tpu_experiments.data.tokens.sandbox import TRAINING_DAY, TemplateLimit, rendered
 
 Messages = tuple[tuple[str, str], ...]
 """(role, content) pairs; the roles are system, user and assistant."""
@@ -61,6 +62,7 @@ def render(
     *,
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
+    now: datetime = TRAINING_DAY,
 ) -> str:
     """Render a conversation as the tokenizer's `apply_chat_template` does, within limits (sandbox.py).
 
@@ -69,7 +71,7 @@ def render(
         ConfigError: the template exceeds the limits.
     """
     turns = [{"role": role, "content": content} for role, content in messages]
-    return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with)
+    return render_turns(turns, tools=None, tokenizer=tokenizer, ends_with=ends_with, now=now)
 
 
 def render_turns(
@@ -78,6 +80,7 @@ def render_turns(
     tools: list[Any] | None,
     tokenizer: PreTrainedTokenizerBase,
     ends_with: Literal["turn", "generation_prompt"],
+    now: datetime = TRAINING_DAY,
 ) -> str:
     """Render turns with all fields that a template may read, and the tools offered; see `render`.
 
@@ -92,6 +95,7 @@ def render_turns(
             tools=tools,
             add_generation_prompt=ends_with == "generation_prompt",
             more=tokenizer.special_tokens_map,
+            now=now,
         )
     except TemplateLimit as error:
         raise ConfigError(
@@ -104,7 +108,7 @@ def render_turns(
 
 
 def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render the text that an answer follows, in the first form that keeps the system text.
+    """Render the text that an answer follows, in the first form that keeps the system text, dated today.
 
     Raises:
         TemplateRefusal: the template refuses the conversation.
@@ -113,7 +117,7 @@ def render_prompt(messages: Messages, *, tokenizer: PreTrainedTokenizerBase) -> 
     for form in FORMS:
         changed = form(messages)
         try:
-            text = render(changed, tokenizer=tokenizer, ends_with="generation_prompt")
+            text = render(changed, tokenizer=tokenizer, ends_with="generation_prompt", now=datetime.now())
             if _keeps_system_texts(changed, tokenizer=tokenizer):
                 return text
         except TemplateError as error:
@@ -182,9 +186,11 @@ class _Conversation:
                 opening = self._opening()
                 begin += len(opening) if text.startswith(opening, begin) else 0
         else:
+            begin, is_asked = self._begin(i, prompt)
             if prompt is not None and answered.startswith(prompt):
                 fault = OTHERWISE
-            begin = self._begin(i, prompt)
+            elif prompt is not None and not is_asked and not self._goes_on(prompt, begin):
+                fault = UNASKED
         if text.startswith(answered):
             end = len(answered)
         else:
@@ -192,6 +198,8 @@ class _Conversation:
             end = len(closed) if closed and text.startswith(closed) else shared_end(answered, text, self.tokenizer)
             if not (closed and text.startswith(closed)):
                 fault = OTHERWISE
+        if fault is None and prompt is not None and (hidden := self._hidden(i)) is not None:
+            fault = f"is asked for without turn {hidden + 1}, which is then learnt or lost"
         if fault is None and not is_last and not self._is_closed(i, begin=begin, end=end):
             fault = "has no end before the next turn"
         return begin, max(begin, end), fault
@@ -202,17 +210,35 @@ class _Conversation:
     def _rendered(self, turns: Sequence[Mapping[str, Any]], ends_with: Literal["turn", "generation_prompt"]) -> str:
         return render_turns(turns, tools=self.tools, tokenizer=self.tokenizer, ends_with=ends_with)
 
-    def _begin(self, i: int, prompt: str | None) -> int:
-        """Return where turn `i` begins: behind the text that asks for an answer, else at its first field."""
+    def _hidden(self, i: int) -> int | None:
+        """Return the first turn of another role that the prompt of turn `i` does not show; None if it shows all."""
+        asked = [
+            t if t["role"] == "assistant" else {**t, "content": placeholder(n)} for n, t in enumerate(self.turns[:i])
+        ]
+        prompt = self._rendered(asked, "generation_prompt")
+        others = (n for n, turn in enumerate(asked) if turn["role"] != "assistant")
+        return next((n for n in others if placeholder(n) not in prompt), None)
+
+    def _goes_on(self, prompt: str, begin: int) -> bool:
+        """Return whether an answer goes on where its prompt stops to be a prefix, but for the tags of reasoning.
+
+        The prompts of models that think end with `<think>`, which answers without reasoning lack, or close at once.
+        """
+        at = shared_end(prompt, self.text, self.tokenizer)
+        at = max(at, shared_length(prompt, self.text) if self.text[:begin].endswith(THINK_TAGS) else at)
+        return at <= begin and not re.sub("|".join(THINK_TAGS), "", self.text[at:begin]).strip("\n /<>")
+
+    def _begin(self, i: int, prompt: str | None) -> tuple[int, bool]:
+        """Return where turn `i` begins, and if that is behind the text that asks for it (else at its first field)."""
         asked = self._part(i, "turn") if i else ""
         fields = (self._field_begin(i, kind) for kind in ("content", "reasoning"))
         begin = min((at for at in fields if at is not None), default=-1)
         if begin < 0:
             # The template rewrites the content, which is then not found in the span.
-            return shared_end(asked, self.text, self.tokenizer) if i else len(self.text)
+            return shared_end(asked, self.text, self.tokenizer) if i else len(self.text), True
         opening = self._opening() if prompt is None else prompt[shared_end(asked, prompt, self.tokenizer) :]
         at = self.text.rfind(opening, 0, begin) if opening.strip() else -1
-        return begin if at < shared_length(asked, self.text) else at + len(opening)
+        return (begin, False) if at < shared_length(asked, self.text) else (at + len(opening), True)
 
     def _field_begin(self, i: int, kind: str) -> int | None:
         """Return the start of a field of turn `i` in the full text; None if the template does not keep it."""
@@ -257,6 +283,8 @@ class _Conversation:
 
 
 OTHERWISE = "is rendered otherwise when turns follow it"
+UNASKED = "does not begin as the generation prompt asks for it"
+THINK_TAGS = ("<think>", "</think>")
 REASONING = re.compile(r"reason|think|thought|rationale|cot$", re.IGNORECASE)
 """Names of the fields that templates read a turn's reasoning from."""
 CANONICAL = "reasoning_content"
@@ -273,16 +301,33 @@ def _missing(turn: Mapping[str, Any], span: str) -> str | None:
     # Templates with a place for reasoning read it from the content too, and write its tags in their own way.
     if content not in span and not all(part.strip() in span for part in re.split(r"</?think>", content)):
         return "content"
-    for call in turn.get("tool_calls", []):
-        if not all(part in span for part in _call_parts(call)):
-            return f"call of {call['function']['name']!r}"
+    calls = [call["function"] for call in turn.get("tool_calls", [])]
+    for number, call in enumerate(calls, start=1):
+        same = [other["name"] for other in calls[:number]].count(call["name"])
+        if span.count(call["name"]) < same or not all(
+            _is_written(text, span) for text in _texts(call.get("arguments"))
+        ):
+            return f"call of {call['name']!r}"
     return None
 
 
-def _call_parts(call: Mapping[str, Any]) -> list[str]:
-    """Return the name of a call and those of its arguments."""
-    arguments = call["function"].get("arguments")
-    return [call["function"]["name"], *(arguments if isinstance(arguments, Mapping) else ())]
+def _is_written(content: str, text: str) -> bool:
+    """Return whether a content is in a text: as it is, as JSON text, or, quoted otherwise, all of its words."""
+    forms = (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
+    return any(form in text for form in forms) or all(word in text for word in re.findall(r"\w+", content) or [content])
+
+
+def _texts(value: Any) -> list[str]:
+    """Return all names and strings of a JSON value; of arguments that are JSON text, none."""
+    if isinstance(value, Mapping):
+        return [
+            text
+            for name, item in value.items()
+            for text in (name, *([item] if isinstance(item, str) else _texts(item)))
+        ]
+    if isinstance(value, list):
+        return [text for item in value for text in ([item] if isinstance(item, str) else _texts(item))]
+    return []
 
 
 def begin_of(mark: str, *, marked: str, text: str) -> int | None:
@@ -561,7 +606,7 @@ def render_tool_chat(
             turn[own] = THOUGHT.format(reasoning, turn["content"]) if own == "content" else reasoning
     try:
         text = render_turns(turns, tools=tools, tokenizer=tokenizer, ends_with="turn")
-        _require_kept(text, turns=turns, tools=tools, tokenizer=tokenizer)
+        _require_kept(turns, tools=tools, tokenizer=tokenizer)
         return _Conversation(turns, tools, text, tokenizer).located()
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
@@ -624,28 +669,49 @@ def remedy(tokenizer: PreTrainedTokenizerBase, *, needs: Needs) -> str:
     return f"set {own_format}model.chat_template_path=FILE to a template {what}, or leave the row out."
 
 
-def _require_kept(
-    text: str, *, turns: list[dict[str, Any]], tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    lost = [f"the tool {name!r}" for name in map(_name_of, tools or []) if name not in text]
-    lost += [
-        f"what a tool answers in turn {i}" if turn["role"] == "tool" else f"the system text of turn {i}"
-        for i, turn in enumerate(turns, start=1)
-        if turn["role"] in ("tool", "system") and not _is_written(turn["content"].strip(), text)
+def _require_kept(turns: list[dict[str, Any]], *, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Require tools, system texts and what tools answer in the text; by placeholders, as they may occur elsewhere too.
+
+    Raises:
+        TemplateRefusal: the template leaves one out.
+    """
+    named: dict[str, str] = {}
+
+    def marked(text: str, name: str) -> str:
+        named[placeholder(len(named))] = name
+        return f"{text}{placeholder(len(named) - 1)}"
+
+    turns = [
+        {**turn, "content": marked(turn["content"], f"{OTHERS[turn['role']]} turn {number}")}
+        if turn["role"] in OTHERS
+        else turn
+        for number, turn in enumerate(turns, start=1)
     ]
-    if lost:
+    text = render_turns(
+        turns, tools=tools and [_marked_tool(t, marked) for t in tools], tokenizer=tokenizer, ends_with="turn"
+    )
+    lost = next((name for mark, name in named.items() if mark not in text), None)
+    if lost is not None:
         raise TemplateRefusal(
-            f"tools, and the chat template of {tokenizer.name_or_path} leaves out {lost[0]}; "
+            f"tools, and the chat template of {tokenizer.name_or_path} leaves out {lost}; "
             f"{remedy(tokenizer, needs='tools')}"
         )
 
 
-def _is_written(content: str, text: str) -> bool:
-    """Return whether a content is in a text, as it is or as JSON text, in which some templates pass a tool's answer."""
-    return any(
-        form in text for form in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
-    )
+OTHERS = {"tool": "what a tool answers in", "system": "the system text of"}
+"""Roles whose contents must be in the text, as a refusal names them."""
 
 
-def _name_of(tool: dict[str, Any]) -> str:
-    return str(tool.get("function", tool)["name"])
+def _marked_tool(tool: dict[str, Any], marked: Callable[[str, str], str]) -> dict[str, Any]:
+    """Return a tool with marks in its name, its description and the names of its parameters."""
+    function = dict(tool.get("function", tool))
+    name = str(function["name"])
+    function["name"] = marked(name, f"the tool {name!r}")
+    if isinstance(function.get("description"), str) and function["description"].strip():
+        function["description"] = marked(function["description"], f"the description of the tool {name!r}")
+    schema = function.get("parameters")
+    if isinstance(schema, Mapping) and isinstance(schema.get("properties"), Mapping):
+        items = schema["properties"].items()
+        properties = {marked(key, f"{key!r} of the tool {name!r}"): value for key, value in items}
+        function["parameters"] = {**schema, "properties": properties}
+    return {**tool, "function": function} if "function" in tool else function

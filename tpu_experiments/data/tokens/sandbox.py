@@ -43,6 +43,8 @@ MAX_SECONDS = 2.0
 STEPS_PER_LOOK = 256
 MAX_BITS = 4096
 MAX_TEMPLATE_CHARS = 2**17
+TRAINING_DAY = datetime(2024, 7, 26)
+"""What `strftime_now` gives in training data, whenever that is prepared: the day that Llama 3.1's own template has."""
 LEFT_OUT = ("urlize", "wordwrap", "pprint", "striptags", "filesizeformat", "random")
 """Filters that are removed: their time grows faster than their text, or no chat needs them."""
 GROWING = re.compile(
@@ -63,6 +65,7 @@ class Budget:
     """Remaining steps, characters and CPU time of one rendering."""
 
     max_chars: int
+    now: datetime = TRAINING_DAY
     steps: int = field(default_factory=lambda: MAX_STEPS)
     printed: int = 0
     begun: float = field(default_factory=time.thread_time)
@@ -94,8 +97,12 @@ def rendered(
     add_generation_prompt: bool,
     more: Mapping[str, Any],
     tools: list[Any] | None = None,
+    now: datetime = TRAINING_DAY,
 ) -> str:
     """Render a conversation; `more` are the special tokens by name, `tools` the schemas of functions.
+
+    Args:
+        now: what `strftime_now` gives.
 
     Raises:
         TemplateError: the template refuses the conversation, or fails on it.
@@ -103,7 +110,7 @@ def rendered(
     """
     values = [value for message in messages for value in message.values()]
     size = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in [*values, tools or ""])
-    token = _budget.set(Budget(MAX_CHARS + CHARS_PER_INPUT * size))
+    token = _budget.set(Budget(MAX_CHARS + CHARS_PER_INPUT * size, now))
     try:
         return _compiled(template).render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **more
@@ -372,4 +379,4 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     _require_narrow(form)
-    return datetime.now().strftime(form)
+    return _budget.get().now.strftime(form)
