@@ -94,9 +94,11 @@ def read_generation_config(folder: Path | None) -> dict[str, Any] | None:
     if file is None or not file.exists():
         return None
     try:
-        values: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}; it is no JSON object ({error}); download it again, or remove it.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}; it is no JSON object ({str(values)[:40]}); download it again, or remove it.")
     ends = _listed(values.get("eos_token_id"))
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in ends):
         raise ConfigError(f"{file}; its eos_token_id={ends!r:.80} is no token's number, nor a list; mend it.")
