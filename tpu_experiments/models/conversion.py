@@ -7,6 +7,7 @@ length of the header (u64, little endian), JSON header, data."""
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
@@ -46,6 +47,12 @@ class StoredTensor:
     start: int
     """Offset in bytes from the beginning of the file."""
 
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
     def read(self) -> Tensor:
         """Read the tensor into memory of its own, in the data type of the file.
 
@@ -84,6 +91,11 @@ class PackedTensor:
     def file(self) -> Path:
         """The file of one of its parts."""
         return self.parts[SHAPE].file
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the files."""
+        return sum(part.nbytes for part in self.parts.values())
 
     def read(self) -> Tensor:
         """Read the parts and return the weight that they decode to, float32."""
@@ -136,10 +148,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: the folder has no safetensors, or its index and its files disagree.
     """
+    if (folder / WEIGHTS).exists():  # transformers prefers it to an index too
+        return _tensors_of(folder / WEIGHTS)
     if (folder / WEIGHTS_INDEX).exists():
         return _indexed(folder)
-    if (folder / WEIGHTS).exists():
-        return _tensors_of(folder / WEIGHTS)
     raise ConfigError(
         f"model.path={folder}; no {WEIGHTS} and no {WEIGHTS_INDEX} there; save the model with save_pretrained."
     )
@@ -167,7 +179,16 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
                 f"model.path={folder}; {WEIGHTS_INDEX} says that {file} holds {name!r} and it does not; the files "
                 "are of different versions, download them together."
             )
-    return {name: held[file][name] for name, file in file_of.items()}
+    found: dict[str, StoredTensor] = {}
+    for file, tensors in held.items():
+        for name, tensor in tensors.items():  # also those that the index does not name, as transformers reads them
+            if name in found:
+                raise ConfigError(
+                    f"model.path={folder}; {found[name].file.name} and {file} both hold {name!r}; the files are of "
+                    "different versions, download them together into an empty folder."
+                )
+            found[name] = tensor
+    return found
 
 
 def _tensors_of(file: Path) -> dict[str, StoredTensor]:
@@ -215,6 +236,11 @@ class ConvertedTensor:
     def file(self) -> Path:
         """The file of its first part."""
         return self.parts[0].stored.file
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the files of everything that it is made of."""
+        return sum(part.stored.nbytes for part in self.parts)
 
     def read(self) -> Tensor:
         """Read and convert the parts; returns a host tensor in the data type of the file.
@@ -266,17 +292,34 @@ def converted_tensors(
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     own = module.state_dict()
     found: dict[str, AnyStored | ConvertedTensor] = {}
+    first: dict[str, str] = {}
     parts: dict[str, list[Part]] = defaultdict(list)
     for key in sorted(stored, key=dot_natural_key):  # experts are stacked in this order
         name, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, own)
+        if name not in own and key in own:  # as transformers: a name of today that an old name's pattern matches too
+            name, pattern = rename_source_key(key, [], [], module.base_model_prefix, own)
         if pattern is None:
-            found[name] = stored[key]
+            if name in found:
+                raise ConfigError(
+                    f"model.path={stored[key].file.parent}; the checkpoint has {first[name]!r} and {key!r}, which are "
+                    f"both {name!r} of {type(module).__name__}; remove the one that is not the model's."
+                )
+            found[name], first[name] = stored[key], key
         else:
             parts[name].append(Part(key, pattern, stored[key]))
     for target, some in parts.items():
         converter = by_pattern[some[0].pattern]
         empty = {part.key: torch.empty(part.stored.shape, device="meta") for part in some}
-        for name, tensor in converted(target, tuple(some), empty, converter=converter, module=module).items():
+        try:
+            made = converted(target, tuple(some), empty, converter=converter, module=module)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"model.path={some[0].stored.file.parent}; the checkpoint's {len(some)} tensors for {target}, first "
+                f"{some[0].key!r}, do not go together ({type(error).__name__}: {reason}); some of them are missing, or "
+                "they are not those of its config.json."
+            ) from error
+        for name, tensor in made.items():
             found[name] = ConvertedTensor(name, tuple(tensor.shape), target, tuple(some), converter, module)
     return found
 

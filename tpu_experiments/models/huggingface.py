@@ -56,6 +56,7 @@ from tpu_experiments.models.experts import EVERY_EXPERT
 from tpu_experiments.models.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
 from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
 from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
+from tpu_experiments.models.unread import require_known
 from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
 from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
@@ -469,16 +470,66 @@ class HuggingFaceModel:
         return f"model={self.model.name} (model.arch)" if self.folder is None else f"model.path={self.folder}"
 
     def require_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every parameter is present in its shape, from the headers of the files alone.
+        """Check that every parameter is present in its shape, and every tensor known, by the headers of the files.
+
+        Of tied weights that are stored twice the values are compared.
 
         Raises:
-            ConfigError: there are no safetensors, a parameter is missing, or its shape is not that of config.json.
+            ConfigError: there are no safetensors, a parameter is missing, its shape is not that of config.json, or the
+                checkpoint has tensors that nothing reads (models/unread.py).
         """
         if self.random:
             return
+        self._require_no_stray()
         for name, stored in self._stored([name for name in shapes if name not in self.new_head]).items():
             if stored.shape != shapes[name]:
                 raise self._refusal_of_shape(name, stored.shape, shapes[name])
+
+    def _require_no_stray(self) -> None:
+        assert self.folder is not None
+        if (self.folder / "adapter_config.json").exists():
+            raise ConfigError(
+                f"model.path={self.model.path}; adapter_config.json beside the weights names an adapter, which "
+                "transformers would load over its base and nothing loads here; merge it into the weights, or remove "
+                "the adapter's files from that folder."
+            )
+        if getattr(self.whole_config, "transformers_weights", None) is not None:
+            raise ConfigError(
+                f"model.path={self.model.path}; its config.json has transformers_weights="
+                f"{self.whole_config.transformers_weights}, other files than model.safetensors; save the model anew "
+                "with transformers' save_pretrained."
+            )
+        module, found = self._tied_on_meta, self._tensors_by_name
+        outer = {name: self._stored_name(name) for name in (*module.state_dict(), *self._tied)}
+        used = {outer[names[0]] for names in self._tied.values()} | {
+            stored for name, stored in outer.items() if name not in self._tied
+        }
+        twins = {self.outer_name(n): outer[names[0]] for names in self._tied.values() for n in names}
+        is_part = self.whole_config is not self.config
+        require_known(
+            found,
+            used=used,
+            twins={name: twin for name, twin in twins.items() if name != twin},
+            whole=self._on_meta(self.whole_config) if is_part else module,
+            is_part=is_part,
+            other_heads=None if self.head == "causal_lm" else f"{module.base_model_prefix}.",
+            origin=f"model.path={self.model.path}",
+        )
+
+    @cached_property
+    def _tied_on_meta(self) -> PreTrainedModel:
+        """The empty module with its tied weights."""
+        module = self._on_meta_once
+        module.tie_weights()
+        return module
+
+    @cached_property
+    def _tied(self) -> dict[str, list[str]]:
+        """Names of every weight that has several, in the order of the module, by each of them."""
+        by_tensor: dict[int, list[str]] = {}
+        for name, parameter in self._tied_on_meta.named_parameters(remove_duplicate=False):
+            by_tensor.setdefault(id(parameter), []).append(name)
+        return {name: names for names in by_tensor.values() if len(names) > 1 for name in names}
 
     def weights(self, names: list[str]) -> Iterator[Named]:
         """Yield every parameter of `names` once and in this order, in `dtype`, on the host.
@@ -591,9 +642,17 @@ class HuggingFaceModel:
         return {name: found[whole] for name, whole in zip(names, outer, strict=True)}
 
     def _stored_name(self, name: str) -> str:
-        """Return a parameter's name in the checkpoint; one of an encoder alone (AutoModel) lacks the first part."""
+        """Return a parameter's name in the checkpoint: of a tied one that which is there.
+
+        One of an encoder alone (AutoModel) lacks the first part.
+        """
         whole = self.outer_name(name)
-        if self.head != CLASSIFIER or whole in self._tensors_by_name:
+        if whole in self._tensors_by_name:
+            return whole
+        held = [twin for n in self._tied.get(name, ()) if (twin := self.outer_name(n)) in self._tensors_by_name]
+        if held:
+            return held[0]
+        if self.head != CLASSIFIER:
             return whole
         inner = whole.removeprefix(f"{self._on_meta_once.base_model_prefix}.")
         return inner if inner in self._tensors_by_name else whole
