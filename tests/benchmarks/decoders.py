@@ -183,13 +183,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         }
     },
     "phi3: LongRoPE": {
+        "original_max_position_embeddings": 64,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
             "short_factor": [1.0] * 8,
             "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 64,
-        }
+        },
     },
     "phi3: LongRoPE of long rows": {
         "rope_parameters": {

@@ -58,6 +58,7 @@ AT_MOST = {
     "num_dense_layers": 1,
 }
 """Sizes of the copy. Windows, and lengths from which a model computes something else, are below `LENGTHS`."""
+SHARED = "num_kv_shared_layers"
 MOST_PARAMETERS = 500_000_000
 """Upper bound for a copy (2 GB): two layers of a model of 7 billion parameters with its widths have 404 million."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -406,27 +407,40 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
             small[name] = min(value, most)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
             small[name] = [min(each, most) for each in value]
-    return _with(small, config=config, values=_with_plain_rope(values))
+    return _with(small, config=config, values=_with_plain_rope(values), is_wide=False)
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
     """Return a config of the same class and widths with few layers and tokens, for classes that tie their widths."""
     small = {name: AT_MOST[name] for name in ("vocab_size", "vocab_size_per_layer_input")}
-    return _with(small, config=config, values=config.to_dict())
+    return _with(small, config=config, values=config.to_dict(), is_wide=True)
 
 
-def _with(small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any]) -> PretrainedConfig:
-    """Return a config of few layers with some values replaced, where it has them at all."""
+def _with(
+    small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any], is_wide: bool
+) -> PretrainedConfig:
+    """Return a config of few layers with some values replaced, where it has them at all.
+
+    Args:
+        is_wide: whether values of single layers are kept; Gemma 4's class derives them from those of the model.
+    """
     own: Mapping[str, str] = config.attribute_map
     layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
     kinds = values.get(own.get("layer_types", "layer_types"))
-    fewest = min(layers, _layers_of_every_kind(kinds))
+    period = min(layers, _layers_of_every_kind(kinds))
+    fewest = period
+    if values.get(SHARED):  # the last layers read keys and values of the last one of their kind before them
+        fewest = min(layers, 2 * period)
+        small = {**small, SHARED: fewest - period}
     for name, value in {**small, **dict.fromkeys(DEPTHS, fewest), **IDS}.items():
         if values.get(own.get(name, name)) is not None:
             values[own.get(name, name)] = value
     for name, value in values.items():
         if isinstance(value, list) and len(value) == layers:
-            values[name] = value[:fewest]
+            values[name] = (value[:period] * 2)[:fewest] if isinstance(kinds, list) else value[:fewest]
+    own_of_layers = values.pop("per_layer_config", None)
+    if own_of_layers is not None and is_wide:
+        values["per_layer_config"] = {n: own for n, own in own_of_layers.items() if int(n) < fewest}
     values.pop("quantization_config", None)
     return type(config).from_dict(values)
 
