@@ -25,7 +25,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -578,14 +578,37 @@ def compared(model_type: str, *, seconds: float, gib: float) -> dict[str, Any]:
     return {"type": model_type, **found, "seconds": taken, "date": time.strftime("%Y-%m-%d")}
 
 
-def shown(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table, and the counts of outcomes."""
-    counts = Counter(result["outcome"].partition(":")[0] for result in results)
-    yield f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
-    for result in results:
-        far = max(result.get("apart", {}).values(), default=0.0)
-        why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
-        yield f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.200}"
+def line_of(result: Mapping[str, Any]) -> str:
+    """Return one line of the log."""
+    far = max(result.get("apart", {}).values(), default=0.0)
+    why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
+    return f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.160}"
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the table of tests/benchmarks/README.md."""
+    right = [each for each in results if each["outcome"] == "right"]
+    groups = {
+        "right, documents in one row": [each for each in right if each["rows"] == "packed"],
+        "right, one document in a row; packed rows refused": [each for each in right if each["rows"] != "packed"],
+    }
+    yield "| outcome | types |"
+    yield "|---|---|"
+    for text, members in groups.items():
+        by_attention = {name: [m["type"] for m in members if m["attention"] == name] for name in ATTENTIONS}
+        for name, types in by_attention.items():
+            if types:
+                yield f"| {text}; `{name}` ({len(types)}) | {', '.join(types)} |"
+    for each in results:
+        if each["outcome"] != "right":
+            reason = each.get("why") or list(each["refusals"].values())[-1]
+            yield f"| {each['outcome']} | {each['type']}: {short(reason)} |"
+
+
+def short(sentence: str) -> str:
+    """Return what a refusal says between its key and its remedy."""
+    parts = sentence.replace("|", "/").split("; ")
+    return (parts[1] if len(parts) > 1 else parts[0])[:170]
 
 
 def main() -> None:
@@ -607,8 +630,10 @@ def main() -> None:
         results[model_type] = result
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
-        print(*list(shown([result]))[1:], flush=True)
-    print(*shown([results[name] for name in sorted(results)]), sep="\n")
+        print(line_of(result), flush=True)
+    counts = Counter(result["outcome"].partition(":")[0] for result in results.values())
+    print(f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    print(*table([results[name] for name in sorted(results)]), sep="\n")
 
 
 if __name__ == "__main__":
