@@ -25,7 +25,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ from tpu_experiments.models.build import BuiltModel, build_model, describe
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.models.isolation import require_isolation, require_left_padding
+from tpu_experiments.models.lora import adapted_weights, require_read_by_peft
+from tpu_experiments.models.rope import row_limits
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop
@@ -105,11 +106,25 @@ SIZES: dict[str, int] = {
 """Values of small configs, by the names that config classes give to sizes."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MANY_STATES = {"mamba_n_heads": 8, "mamba_expand": 2}
+MANY_EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+WIDE = {"attention_hidden_size": 128, "attention_head_dim": 32}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MANY_STATES,
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"moe_num_experts": 4}},
-    "dots1": {"n_routed_experts": 4},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 2, "rope_parameters": {"full_attention": PLAIN_ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": MANY_EXPERTS,
+    "dots1": MANY_EXPERTS,
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -125,8 +140,12 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **WIDE},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, **WIDE},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Further values that the config of a type needs."""
@@ -140,7 +159,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lfm2: convolutions": {"layer_types": ["conv", "full_attention"]},
     "llama: dynamic RoPE": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
-    "llama: dynamic RoPE, long rows": {
+    "llama: dynamic RoPE of long rows": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         "max_position_embeddings": 16,
     },
@@ -164,15 +183,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         }
     },
     "phi3: LongRoPE": {
+        "original_max_position_embeddings": 64,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
             "short_factor": [1.0] * 8,
             "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 64,
-        }
+        },
     },
-    "phi3: LongRoPE, long rows": {
+    "phi3: LongRoPE of long rows": {
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
@@ -347,6 +367,9 @@ class Case:
         source = self.source(attention)
         is_document = rows["segments"][0] > 0
         describe(source, lora=LoraConfig(r=0))  # in the order of tasks/setup.py
+        for name, limit in row_limits(source.config).items():
+            if rows["ids"].shape[1] > limit:
+                raise ConfigError(f"trainer.seq_len={rows['ids'].shape[1]} is longer than allowed ({name}={limit}).")
         require_isolation(source, is_packed=bool(rows["segments"].max() > 1))
         plain = self.built(source, r=0, folding=None)
         differences: dict[str, float] = self.found.setdefault("apart", {})
@@ -383,6 +406,7 @@ class Case:
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
     ) -> None:
         """Compare the likeliest tokens after a prompt with those that transformers computes without a cache."""
+        require_left_padding(source)
         prompt = rows["ids"][0, : DOCUMENTS[1]].tolist()
         plain = self.built(source, r=0, folding=None)
         for name, parameter in plain.trainable.items():
@@ -403,6 +427,7 @@ class Case:
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
     ) -> None:
         built = self.built(source, r=4, folding=None)
+        require_read_by_peft(built.module, LoraConfig(r=4, targets=self.targets))
         self.found["targets"] = sorted({name.split(".")[-2] for name in adapted_weights(built.module)})
         with torch.no_grad():
             ours = logits_of(built.module, built.trainable, rows)[0][rows["segments"][0] > 0]
@@ -553,14 +578,37 @@ def compared(model_type: str, *, seconds: float, gib: float) -> dict[str, Any]:
     return {"type": model_type, **found, "seconds": taken, "date": time.strftime("%Y-%m-%d")}
 
 
-def shown(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table, and the counts of outcomes."""
-    counts = Counter(result["outcome"].partition(":")[0] for result in results)
-    yield f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
-    for result in results:
-        far = max(result.get("apart", {}).values(), default=0.0)
-        why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
-        yield f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.200}"
+def line_of(result: Mapping[str, Any]) -> str:
+    """Return one line of the log."""
+    far = max(result.get("apart", {}).values(), default=0.0)
+    why = result.get("why") or next(iter(result.get("refusals", {}).values()), "")
+    return f"{result['type']:28} {result['outcome']:12.60} {result.get('attention', '')} {far:.1e} {why:.160}"
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the table of tests/benchmarks/README.md."""
+    right = [each for each in results if each["outcome"] == "right"]
+    groups = {
+        "right, documents in one row": [each for each in right if each["rows"] == "packed"],
+        "right, one document in a row; packed rows refused": [each for each in right if each["rows"] != "packed"],
+    }
+    yield "| outcome | types |"
+    yield "|---|---|"
+    for text, members in groups.items():
+        by_attention = {name: [m["type"] for m in members if m["attention"] == name] for name in ATTENTIONS}
+        for name, types in by_attention.items():
+            if types:
+                yield f"| {text}; `{name}` ({len(types)}) | {', '.join(types)} |"
+    for each in results:
+        if each["outcome"] != "right":
+            reason = each.get("why") or list(each["refusals"].values())[-1]
+            yield f"| {each['outcome']} | {each['type']}: {short(reason)} |"
+
+
+def short(sentence: str) -> str:
+    """Return what a refusal says between its key and its remedy."""
+    parts = sentence.replace("|", "/").split("; ")
+    return (parts[1] if len(parts) > 1 else parts[0])[:170]
 
 
 def main() -> None:
@@ -582,8 +630,10 @@ def main() -> None:
         results[model_type] = result
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
-        print(*list(shown([result]))[1:], flush=True)
-    print(*shown([results[name] for name in sorted(results)]), sep="\n")
+        print(line_of(result), flush=True)
+    counts = Counter(result["outcome"].partition(":")[0] for result in results.values())
+    print(f"transformers {transformers_version}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    print(*table([results[name] for name in sorted(results)]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models import forward, mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, small_copy
+from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, require_left_padding, small_copy
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 
@@ -135,6 +135,31 @@ def test_a_class_that_ties_its_widths_is_checked_with_them(monkeypatch):
     monkeypatch.setattr(forward, "causal_mask", lambda segments, window: causal_of_whole_rows(segments))
     with pytest.raises(ConfigError, match="a document changes the logits of the next one"):
         require_isolation(source_of("llama", num_hidden_layers=31, **small), is_packed=True)
+
+
+def test_what_a_model_computes_from_some_length_on_is_reached_by_the_copy():
+    """Llama 4 scales queries by positions of the row, from 8,192 tokens on."""
+    config = source_of("llama4_text", attention="eager").config
+    assert config.floor_scale == 8192
+    assert small_copy(config).floor_scale < 9
+    assert small_copy(config).attention_chunk_size < 9
+    with pytest.raises(ConfigError, match="a document changes the logits of the next one"):
+        require_isolation(source_of("llama4_text", attention="eager"), is_packed=True)
+    require_isolation(source_of("llama4_text", attention="eager", attn_temperature_tuning=False), is_packed=True)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "xlm"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_class_that_takes_no_ready_masks_is_refused(model_type, is_packed):
+    with pytest.raises(ConfigError, match=f"transformers' {model_type} cannot be given the masks and positions"):
+        require_isolation(source_of(model_type, attention="eager"), is_packed=is_packed)
+
+
+def test_padding_in_front_of_a_prompt_is_refused_where_it_changes_logits(empty_cache):
+    with pytest.raises(ConfigError, match="marian computes other logits for a prompt with padding in front of it"):
+        require_left_padding(source_of("marian", is_decoder=True))
+    require_left_padding(source_of("llama", attention="flash"))
+    assert len(list((empty_cache / "tpu_experiments" / "isolation").iterdir())) == 1
 
 
 def test_the_copy_has_every_kind_of_layer():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import attention_input, by_layer_type, in_attention_form
+from tpu_experiments.models.forward import attention_input, by_layer_type, first_position, in_attention_form
 from tpu_experiments.models.huggingface import UNFIT, one_line
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors, on_host
@@ -393,7 +393,7 @@ def _no_cache(module: nn.Module, reason: str = "") -> ConfigError:
 
 def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any, cache: Any) -> Tensor:
     """Return the logits of the last token of every row, (B, V)."""
-    given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
+    given = {"position_ids": positions + first_position(module), "attention_mask": masks, "past_key_values": cache}
     out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **given)
     logits_BV: Tensor = out.logits[:, -1]
     return logits_BV

@@ -386,7 +386,7 @@ class HuggingFaceModel:
             with torch.device("meta"), torch.no_grad():
                 module = self.built_by_transformers(config, dtype=self.dtype, trust_remote_code=self.runs_code)
                 whole: Any = module.base_model if self.head == CLASSIFIER else module
-                whole(input_ids=torch.ones(1, TOKENS, dtype=torch.int64))
+                whole(input_ids=torch.ones(1, TOKENS, dtype=torch.int64), use_cache=False)
         except UNFIT as error:
             return not SHAPES.search(str(error)) and isinstance(error, RuntimeError)
         return True
@@ -427,7 +427,8 @@ class HuggingFaceModel:
         if not held:
             return {}
         optional = module._keys_to_ignore_on_load_missing or ()
-        names = [n for n in held if n in unset or not any(re.search(pattern, n) for pattern in optional)]
+        may_lack = {n for n in held if any(re.search(pattern, n) for pattern in optional)} - set(unset)
+        names = [n for n in held if n not in may_lack or self._stored_name(n) in self._tensors_by_name]
         exact = tuple(module._keep_in_fp32_modules_strict or ())
         found: dict[str, Tensor] = {}
         for name, stored in self._stored(names, kind="buffers").items():

@@ -9,8 +9,8 @@ import copy
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models import attention, classification, experts, forward, longformer, mlstm, xlstm
+from tpu_experiments.models.generation import without_kernel
 from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel, one_line
 from tpu_experiments.storage.cache import default_folder
 
@@ -57,6 +58,7 @@ AT_MOST = {
     "num_dense_layers": 1,
 }
 """Sizes of the copy. Windows, and lengths from which a model computes something else, are below `LENGTHS`."""
+SHARED = "num_kv_shared_layers"
 MOST_PARAMETERS = 500_000_000
 """Upper bound for a copy (2 GB): two layers of a model of 7 billion parameters with its widths have 404 million."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -79,11 +81,11 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
             transformers computes for the document alone; or rows hold several, and none of this can be checked.
     """
     name, kind = f"model={source.model.name}", source.config.model_type
-    passed = _record_of(source, is_packed=is_packed)
+    passed = _record_of(source, use=f"packed={is_packed}")
     if passed.exists():
         return
     try:
-        moved = _differences_of_a_copy(source, is_packed=is_packed)
+        module, reference = _copies(source)
     except Unchecked as error:
         if is_packed:
             raise ConfigError(
@@ -94,6 +96,13 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         log.warning("%s: the attention of %s was not checked, since transformers computes no small copy (%s)",
                     name, kind, error)  # fmt: skip
         return
+    with _refused_as_misfit(source):
+        moved = differences(module, reference, source=source, is_packed=is_packed)
+    if not all(math.isfinite(share) for share in moved.values()):
+        raise ConfigError(
+            f"{name}; with the masks of training the logits of transformers' {kind} are NaN or infinite; take another "
+            "model, or set model.attention=eager."
+        )
     if source.causal and moved["past"] > TOLERANCE:
         raise ConfigError(
             f"{name}; in transformers' {kind} a token changes the logits of those before it, by {moved['past']:.2g} of "
@@ -121,21 +130,21 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
             f"cannot be computed for masked tokens alone ({moved['head']:.2g} of the largest apart); take another "
             "model."
         )
-    with suppress(OSError):  # where the home folder is not writable, the check is made each time
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+    _record(passed)
 
 
 class Unchecked(Exception):
     """Raised where transformers itself computes no copy of a model's config."""
 
 
-def _differences_of_a_copy(source: HuggingFaceModel, *, is_packed: bool) -> dict[str, float]:
-    """Return `differences` of a small copy; where transformers cannot compute that, of one with the model's widths.
+def _copies(source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
+    """Return a copy as training calls it, and with the same random weights as transformers calls it.
+
+    It is small; where transformers cannot compute that, it has the model's widths.
 
     Raises:
-        Unchecked: it computes neither.
-        ConfigError: it computes one, but not as training calls it.
+        Unchecked: transformers computes neither.
+        ConfigError: it cannot be built as training calls it.
     """
     for copied in (small_copy, shallow_copy):
         try:
@@ -146,26 +155,70 @@ def _differences_of_a_copy(source: HuggingFaceModel, *, is_packed: bool) -> dict
         except UNFIT as error:
             reason = one_line(error)
             continue
-        try:
+        with _refused_as_misfit(source):
             module = _module(config, source, is_plain=False)
             module.load_state_dict(reference.state_dict(), assign=True)  # one copy in memory
-            moved = differences(module, reference, source=source, is_packed=is_packed)
-        except ConfigError:
-            raise
-        except UNFIT as error:
-            raise source.misfit(error) from error
-        if not all(math.isfinite(share) for share in moved.values()):
-            raise ConfigError(
-                f"model={source.model.name}; with the masks of training the logits of transformers' "
-                f"{source.config.model_type} are NaN or infinite; take another model, or set model.attention=eager."
-            )
-        return moved
+        return module, reference
     raise Unchecked(reason)
 
 
-def _record_of(source: HuggingFaceModel, *, is_packed: bool) -> Path:
+@contextmanager
+def _refused_as_misfit(source: HuggingFaceModel) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UNFIT as error:
+        raise source.misfit(error) from error
+
+
+def require_left_padding(source: HuggingFaceModel) -> None:
+    """Refuse a model that cannot answer prompts with padding in front of them, as those of unequal length have.
+
+    Raises:
+        ConfigError: it counts positions from a row's first slot, or padding reaches the prompt.
+    """
+    passed = _record_of(source, use="padding in front")
+    if passed.exists():
+        return
+    try:
+        module, reference = _copies(source)
+    except Unchecked:
+        return  # the answers' first program says what it cannot compute
+    ids = _random_ids(LENGTHS[0])
+    padding = torch.zeros(PADDING, dtype=torch.int64)
+    row = {
+        "ids": torch.cat([padding, ids])[None],
+        "positions": torch.cat([padding, torch.arange(len(ids))])[None],
+        "segments": torch.cat([padding, torch.ones_like(ids)])[None],
+    }
+    moved = 0.0
+    with torch.no_grad(), _refused_as_misfit(source):
+        expected = _alone(reference, ids, is_opened=False)
+        for attention in (nullcontext, without_kernel):  # of the prompt, and of the tokens behind it
+            with attention(module):
+                found = forward.logits_of(module, dict(module.named_parameters()), row)[0, PADDING:]
+            share = float((found - expected).abs().max() / expected.abs().max())
+            moved = max(moved, share if math.isfinite(share) else math.inf)
+    if moved > TOLERANCE:
+        raise ConfigError(
+            f"model={source.model.name} with model.attention={source.model.attention}; transformers' "
+            f"{source.config.model_type} computes other logits for a prompt with padding in front of it "
+            f"({moved:.2g} of the largest apart), which prompts of unequal length need; use model.attention=eager, or "
+            "transformers' generate."
+        )
+    _record(passed)
+
+
+def _record(passed: Path) -> None:
+    with suppress(OSError):  # where the home folder is not writable, the check is made each time
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     """Return the empty file that records that a config has passed, with this version of the code."""
-    digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {is_packed}".encode())
+    digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {use}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
     modules = [forward, attention, experts, *([classification] if source.head == CLASSIFIER else [])]
@@ -277,7 +330,7 @@ def _alone(reference: nn.Module, ids: Tensor, *, is_opened: bool) -> Tensor:
     """
     ones = torch.ones(1, len(ids), dtype=torch.int64)
     mask = {"attention_mask": forward.attention_input(ones, module=reference, causal=False)} if is_opened else {}
-    logits: Tensor = reference(input_ids=ids[None], **mask).logits[0]
+    logits: Tensor = reference(input_ids=ids[None], use_cache=False, **mask).logits[0]
     return logits
 
 
@@ -324,7 +377,7 @@ def _require_finite(reference: nn.Module) -> None:
         ValueError: they are not.
     """
     with torch.no_grad():
-        logits = reference(input_ids=_random_ids(sum(LENGTHS))[None]).logits
+        logits = reference(input_ids=_random_ids(sum(LENGTHS))[None], use_cache=False).logits
     if not bool(logits.isfinite().all()):
         raise ValueError("its logits are NaN or infinite")
 
@@ -354,27 +407,40 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
             small[name] = min(value, most)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
             small[name] = [min(each, most) for each in value]
-    return _with(small, config=config, values=_with_plain_rope(values))
+    return _with(small, config=config, values=_with_plain_rope(values), is_wide=False)
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
     """Return a config of the same class and widths with few layers and tokens, for classes that tie their widths."""
     small = {name: AT_MOST[name] for name in ("vocab_size", "vocab_size_per_layer_input")}
-    return _with(small, config=config, values=config.to_dict())
+    return _with(small, config=config, values=config.to_dict(), is_wide=True)
 
 
-def _with(small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any]) -> PretrainedConfig:
-    """Return a config of few layers with some values replaced, where it has them at all."""
+def _with(
+    small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any], is_wide: bool
+) -> PretrainedConfig:
+    """Return a config of few layers with some values replaced, where it has them at all.
+
+    Args:
+        is_wide: whether values of single layers are kept; Gemma 4's class derives them from those of the model.
+    """
     own: Mapping[str, str] = config.attribute_map
     layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
     kinds = values.get(own.get("layer_types", "layer_types"))
-    fewest = min(layers, _layers_of_every_kind(kinds))
+    period = min(layers, _layers_of_every_kind(kinds))
+    fewest = period
+    if values.get(SHARED):  # the last layers read keys and values of the last one of their kind before them
+        fewest = min(layers, 2 * period)
+        small = {**small, SHARED: fewest - period}
     for name, value in {**small, **dict.fromkeys(DEPTHS, fewest), **IDS}.items():
         if values.get(own.get(name, name)) is not None:
             values[own.get(name, name)] = value
     for name, value in values.items():
         if isinstance(value, list) and len(value) == layers:
-            values[name] = value[:fewest]
+            values[name] = (value[:period] * 2)[:fewest] if isinstance(kinds, list) else value[:fewest]
+    own_of_layers = values.pop("per_layer_config", None)
+    if own_of_layers is not None and is_wide:
+        values["per_layer_config"] = {n: own for n, own in own_of_layers.items() if int(n) < fewest}
     values.pop("quantization_config", None)
     return type(config).from_dict(values)
 

@@ -480,7 +480,6 @@ def inject(
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
     matched = _matched(linears, lora.targets)
-    _require_read_by_peft(module, matched, lora)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
         linear, scale = linears[name], scale_of(lora)
@@ -497,13 +496,16 @@ def inject(
     return report(module, adapters=len(matched))
 
 
-def _require_read_by_peft(module: nn.Module, matched: list[str], lora: LoraConfig) -> None:
+def require_read_by_peft(module: nn.Module, lora: LoraConfig) -> None:
     """Require PEFT to read each adapter as that of its module.
 
     Raises:
         ConfigError: it would take some for those of experts.
     """
-    lost = lost_in_peft(module, matched) if isinstance(module, PreTrainedModel) else []
+    if not isinstance(module, PreTrainedModel):
+        return
+    matched = [name.removesuffix(".weight") for name in adapted_weights(module)]
+    lost = lost_in_peft(module, matched)
     if lost:
         leaves = sorted({name.rpartition(".")[2] for name in lost})
         kept = sorted({name.rpartition(".")[2] for name in matched} - set(leaves))

@@ -9,7 +9,7 @@ computed without positions."""
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
@@ -34,6 +34,20 @@ _applies_rope_itself: set[type] = set()
 
 class ChangedAfterRotation(Exception):
     """Raised where a model changes rotated queries or keys before attention and needs the rotation itself."""
+
+
+def row_limits(config: Any) -> dict[str, int]:
+    """Return the lengths that rows may have, by the name of the config's value that sets them.
+
+    LongRoPE computes all positions of a batch with other frequencies where one exceeds the length of pre-training, so
+    that a short document's logits would depend on the others of its batch.
+    """
+    found = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            found["original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
+    return {name: int(limit) for name, limit in found.items() if limit is not None}
 
 
 def with_rope_in_kernel(module: nn.Module, compute: Callable[[], Result]) -> Result:

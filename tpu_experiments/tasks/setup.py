@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from tpu_experiments.models.forward import first_position
 from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
 from tpu_experiments.models.loaded import require_loaded
+from tpu_experiments.models.lora import require_read_by_peft
+from tpu_experiments.models.rope import row_limits
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.decay_groups import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts
@@ -238,13 +241,13 @@ def check_model(config: Config) -> int:
         )
     source = model_source(config)
     module, report = describe(source, lora=config.lora)
-    limit = getattr(source.config, "max_position_embeddings", None)
-    limit = None if limit is None else limit - first_position(module)
-    for stage in resolve_stages(config):
-        if limit is not None and stage.geometry.seq_len > limit:
+    require_read_by_peft(module, config.lora)
+    for stage, (name, most) in itertools.product(resolve_stages(config), row_limits(source.config).items()):
+        limit = most - first_position(module)
+        if stage.geometry.seq_len > limit:
             raise ConfigError(
                 f"trainer.seq_len={stage.geometry.seq_len} (stage {stage.name}) is longer than "
-                f"model.path={config.model.path} allows (max_position_embeddings={limit}); use {limit} or less."
+                f"model.path={config.model.path} allows ({name}={limit}); use {limit} or less."
             )
     if isinstance(source, HuggingFaceModel) and source.head != OWN_HEAD:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")

@@ -9,6 +9,7 @@ from tpu_experiments.models.denoising import Denoiser
 from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.isolation import require_left_padding
 from tpu_experiments.objectives.base import denoises, model_source, writes_text
 from tpu_experiments.objectives.masked import vocabulary_of
 from tpu_experiments.runtime.base import Runtime
@@ -98,8 +99,10 @@ def decoder_of(
         seed: of the command, not of the run: it decides what is sampled.
 
     Raises:
-        ConfigError: they are not of this model, or not whole.
+        ConfigError: they are not of this model, or not whole, or the model does not take padded prompts.
     """
+    if isinstance(source, HuggingFaceModel) and source.head == "causal_lm":
+        require_left_padding(source)
     module = frozen_of(runtime, origin, source)
     return decoder_over(module, runtime, task=task, num_rows=num_rows, seed=seed)
 
