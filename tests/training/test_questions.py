@@ -40,6 +40,16 @@ def test_the_first_sentence_ends_at_a_mark_before_a_blank(text, sentence):
     assert first_sentence(text) == sentence
 
 
+def test_reasoning_is_no_part_of_an_answer():
+    questions = [
+        Question("?", expected, [], 4) for expected in ("Ana bea ceai.", "<think>\nCe?\n</think>\n\nAna bea ceai.")
+    ]
+    for written in ("<think>\n\n</think>\n\nAna bea ceai.", "Știu.\n</think>\n\nAna bea ceai.", "Ana bea ceai."):
+        record = scored(questions, [written, written])
+        assert (record.right, record.whole) == (2, 2)
+    assert scored(questions, ["<think>\nAna bea ceai.\n</think>\n\nNu."] * 2).right == 0
+
+
 def test_right_by_the_first_sentence_and_whole_by_all_of_it():
     questions = [Question("Ce bea Ana?", "Ana bea ceai.", [1], 5)] * 4
     record = scored(questions, ["Ana bea ceai.", "Ana bea ceai. Ana", "Ana bea apă.", ""])

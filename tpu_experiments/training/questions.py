@@ -42,7 +42,16 @@ class Question:
 
     def is_right(self, answer: str) -> bool:
         """Return whether the answer's first sentence is the expected one."""
-        return first_sentence(answer) == first_sentence(self.expected)
+        return first_sentence(without_reasoning(answer)) == first_sentence(without_reasoning(self.expected))
+
+    def is_whole(self, answer: str) -> bool:
+        """Return whether all of the answer is the expected one."""
+        return without_reasoning(answer).strip() == without_reasoning(self.expected).strip()
+
+
+def without_reasoning(text: str) -> str:
+    """Return an answer without the block of reasoning before it, which may be empty (`model.chat_format=qwen3`)."""
+    return text.rpartition("</think>")[2]
 
 
 def first_sentence(text: str) -> str:
@@ -135,7 +144,7 @@ def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersReco
     return AnswersRecord(
         asked=len(pairs),
         right=sum(question.is_right(answer) for question, answer in pairs),
-        whole=sum(answer.strip() == question.expected for question, answer in pairs),
+        whole=sum(question.is_whole(answer) for question, answer in pairs),
         shown=list(answers[:SHOWN]),
     )
 

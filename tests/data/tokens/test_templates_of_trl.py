@@ -48,12 +48,12 @@ UNLEARNT = {
 """Beginnings that TRL marks as generated and no model generates, since the generation prompt writes them (the empty
 block of Nemotron's with enable_thinking=false)."""
 
-NO_CALLS = (*WANTS_PARTS, "cohere", "deepseek_r1", "gemma", "lfm2_t", "llama3_t", "phi3", "qwen2_5_vl")
+NO_CALLS = (*WANTS_PARTS, "cohere", "deepseek", "gemma", "lfm2_t", "llama3_t", "phi3", "qwen2_5_vl")
 NO_REASONING = (*NO_CALLS, "lfm2_v2", "qwen2_5", "qwen3_instruct", "qwen3_vl")
 WITHOUT = {
     "system": WANTS_PARTS,
     "calls": NO_CALLS,
-    "reasoning": (*(name for name in NO_REASONING if not name.startswith("deepseek_r1")), "deepseekv3"),
+    "reasoning": (*(name for name in NO_REASONING if name != "deepseek"), "deepseekv3"),
     "calls and reasoning": NO_REASONING,
 }
 """By conversation, the templates with generation marks that have no place for it: refused."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.config.composing import composed
 from tests.data.conversations import BUILT_IN
 from tests.data.small_tokenizers import with_template
 from tests.data.tokens.test_templates_of_trl import (
@@ -22,7 +23,7 @@ from tests.data.tokens.test_templates_of_trl import (
 from tpu_experiments.data.documents import Refused
 from tpu_experiments.data.tokens.chat import render_turns
 from tpu_experiments.data.tokens.tokenize import LEARN, DocumentTokenizer
-from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS
+from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS, load_tokenizer
 
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed")
 MARKED = {"qwen2_5": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3", "gemma3": "gemma3"}
@@ -136,6 +137,25 @@ def test_reasoning_of_families_whose_own_templates_drop_it(name, expected):
         found = learnt(document_of(*CONVERSATIONS["calls and reasoning"]), tokenizer)
         assert found[0].strip().startswith("<think>\nTrebuie să caut.\n</think>\n\n")
         assert '"name": "caută"' in found[0]
+
+
+@pytest.mark.parametrize("preset", ["qwen3_06b", "qwen3_8b"])
+@pytest.mark.parametrize("conversation", ["a call", "reasoning", "calls and reasoning", "in turns"])
+def test_the_presets_of_qwen3_train_tools_and_reasoning(preset, conversation):
+    """As they are, equal to TRL's, all answers in one document."""
+    config = composed(f"model={preset}", "data=sample_chat", "hw=cpu")
+    made = load_tokenizer(
+        "tpu_experiments/samples/tokenizer",
+        revision=None,
+        chat_template_path=config.model.chat_template_path,
+        chat_format=config.model.chat_format,
+    )
+    turns, tools = OTHERS[conversation]
+    [tokens] = DocumentTokenizer(made).tokenize([document_of(turns, tools)])
+    marked = with_template(made, TEMPLATES["qwen3_training"])
+    ids, mask = trls(turns, tools, name="qwen3_training", tokenizer=marked)
+    assert tokens.ids.tolist() == ids.tolist()
+    assert narrowed(tokens.flags & LEARN, ids, tokenizer=marked).tolist() == mask.tolist()
 
 
 MISTRAL = {"mistral_v3": " ", "mistral_tekken": ""}
