@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import FORMS, GGUF_TYPES, ExportTaskConfig, QuantizeTaskConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
@@ -217,6 +218,30 @@ def test_a_form_is_read_back_with_everything_beside_it(make_config, tmp_path, ma
         source = HuggingFaceModel(replace(made.config, path=str(tmp_path / form)), seed=0)
         own = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=lambda tensor, name: tensor)
         torch.testing.assert_close(log_probs_of(own), found, atol=1e-4, rtol=0)
+
+    else:
+        expected = {"nf4": "its weights are quantised by bitsandbytes, which is not decoded here"}
+        with pytest.raises(ConfigError, match=expected.get(form, "no config.json there")):
+            HuggingFaceModel(replace(made.config, path=str(tmp_path / form)), seed=0)
+
+
+OTHER_CODES = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "compressed-tensors float-quantized": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "no known method": {"bits": 4},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_CODES)
+def test_weights_in_codes_of_others_are_refused_by_their_kind(tmp_path, kind):
+    """Those of fp8 have the names and shapes of dense ones, and scales beside them."""
+    values = CONFIG_MAPPING["llama"](**SIZES).to_diff_dict() | {"quantization_config": OTHER_CODES[kind]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=rf"its weights are quantised by {kind}, which is not decoded here"):
+        HuggingFaceModel(ModelConfig(name="x", path=str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize("form", ["bitnet", "lr_qat", "merged"])

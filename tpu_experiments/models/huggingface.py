@@ -271,7 +271,7 @@ class HuggingFaceModel:
         """Set `packing` and take it out of the config: what is computed, and exported, has decoded weights.
 
         Raises:
-            ConfigError: `model.base` would quantise such weights again.
+            ConfigError: they are of a kind that is not decoded here, or `model.base` would quantise them again.
         """
         if self.model.linear != "plain":
             return
@@ -281,9 +281,19 @@ class HuggingFaceModel:
                 f"model.path={self.model.path}; its layers round their inputs to 8 bits; here only the run that was "
                 "trained so computes them: name it with task.run=, or write its form merged and name that."
             )
+        if settings is None or config.model_type == "bitnet":  # `NOT_BUILT` says what the latter needs
+            return
         self.packing = layout_of(settings) if isinstance(settings, Mapping) else None
         if self.packing is None:
-            return
+            known = settings if isinstance(settings, Mapping) else {}
+            kind = (
+                " ".join(str(known[name]) for name in ("quant_method", "format") if name in known) or "no known method"
+            )
+            raise ConfigError(
+                f"model.path={self.model.path}; by its config.json its weights are quantised by {kind:.60}, which is not "
+                "decoded here; take the model that it was made of, whose frozen weights model.base=nf4 or int8 holds as "
+                "codes."
+            )
         if self.model.base != "dense":
             raise ConfigError(
                 f"model.base={self.model.base} with model.path={self.model.path}; its weights have a few bits already "
