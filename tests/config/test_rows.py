@@ -47,7 +47,7 @@ def test_every_pair_is_a_fine_tune_that_its_user_would_defend(model, data):
             assert stage.schedule.warmup_steps is None
 
 
-def test_rows_hold_what_95_of_100_documents_have():
+def test_rows_are_rounded_up_and_limited_by_the_model():
     config = composed("model=qwen05b", "data=uk_law", "hw=v5e8")
     assert rows_of(config, {"uk_law": Lengths(513, None)}).seq_len == 640
     assert rows_of(config, {"uk_law": Lengths(512, None)}).seq_len == 512

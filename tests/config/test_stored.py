@@ -62,7 +62,14 @@ COMPUTES = (
     ("schedule.warmup_steps=3", "schedule.warmup_steps"),
 )
 """Overrides that change what is computed, and the key that names each."""
-COMPUTES_NOT = ("hw.num_threads=3", "checkpoint.every_steps=7", "trainer.log_every_steps=3", "logger=jsonl")
+COMPUTES_NOT = (
+    *("hw.num_threads=3", "checkpoint.every_steps=7", "trainer.log_every_steps=3", "logger=jsonl"),
+    *(
+        "model.row_tokens=256",
+        "data.sample_text.p95_tokens=30",
+        "model.step_tokens=512",
+    ),  # its rows are its own already
+)
 TINY = ("model=tiny", "data=sample_text", "trainer.seq_len=128", "trainer.global_batch_rows=16")
 
 

@@ -27,10 +27,12 @@ STEPS_OF_AN_EPOCH = 40
 class Lengths:
     """Known lengths of a source's documents, in tokens of the model's tokenizer."""
 
-    p95: int | None
-    """95th percentile of the document lengths; None if unknown."""
+    row: int | None
+    """Length that its rows should have at least; None if unknown."""
     total: int | None
     """Tokens of all documents; None if unknown."""
+    held: int | None = None
+    """Length of the longest documents that these rows are to hold whole; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def _known(config: Config) -> dict[str, Lengths]:
 
 
 def _row_tokens(config: Config, lengths: Mapping[str, Lengths]) -> int:
-    """Return a multiple of `LANES` that holds 95 % of every source's documents, limited by the model."""
-    known = [lengths[name].p95 if name in lengths else None for name in config.data]
+    """Return a multiple of `LANES` with room for what the rows of every source should hold, limited by the model."""
+    known = [lengths[name].row if name in lengths else None for name in config.data]
     longest = None if None in known else max((n for n in known if n is not None), default=None)
     limits = [config.model.row_tokens, *_position_limits(config)]
     wanted = limits if longest is None else [-(-longest // LANES) * LANES, *limits]

@@ -111,6 +111,8 @@ LENGTH = re.compile(
     r"trainer\.max_stage_steps|data\..+\.epochs|schedule\.\w+|curriculum\.stages\..+\.(steps|tokens|tokens_per_parameter|epochs|schedule\.\w+)"
 )
 """Keys that set the lengths and learning-rate schedules of the stages."""
+ONLY_OPEN = re.compile(r"model\.(row|step)_tokens|data\.[^.]+\.(p95|total)_tokens")
+"""Keys that decide only the row length and rows per step of a new run, where open; both are in its identity."""
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -167,7 +169,8 @@ def job_hash(config: Config) -> str:
 def changes(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return the config's values, by key, that differ from a run folder's stored identity."""
     now = json.loads(json.dumps(identity(config), default=str))
-    return {key: now.get(key) for key in sorted(stored.keys() | now.keys()) if stored.get(key) != now.get(key)}
+    keys = (key for key in sorted(stored.keys() | now.keys()) if not ONLY_OPEN.fullmatch(key))
+    return {key: now.get(key) for key in keys if stored.get(key) != now.get(key)}
 
 
 def is_of_other_length(stored: Mapping[str, Any], config: Config) -> bool:

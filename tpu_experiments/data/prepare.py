@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.data_schema import FIRST_TURN, OWN_KEYS, DataSourceConfig, PrepareConfig, hashed_shares
-from tpu_experiments.config.defaults import Lengths
+from tpu_experiments.config.defaults import LANES, Lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.data.audit.summary import audit_hash, not_read_text, origins_text
@@ -31,6 +31,7 @@ from tpu_experiments.data.steps.blocks import BlockIndex, most_common, read_inde
 from tpu_experiments.data.steps.keys import rows_key
 from tpu_experiments.data.steps.labels import Counts, Labelling, label_counts, label_text, require_known
 from tpu_experiments.data.steps.notices import Noticed
+from tpu_experiments.data.steps.pack import best_fit
 from tpu_experiments.data.steps.report import write_report
 from tpu_experiments.data.steps.selection import Selection, select
 from tpu_experiments.data.steps.tokenized import Found, Read, TokenizedSource, tokenize_source
@@ -48,6 +49,12 @@ log = logging.getLogger(__name__)
 
 START_BYTES = 16 * 2**30  # verified at startup, per source and row length: a quarter of a minute of TPU time at 1 GB/s
 LOG_AFTER_SECONDS = 2.0
+MIN_FILLED = 0.92
+"""Share of the rows that documents fill, with some room to what the audit finds (data/audit/findings.py)."""
+PACKED_TO_MEASURE = 20_000
+"""Documents that are packed to choose a row length: 0.1 s."""
+MAX_BEYOND = 0.02
+"""Share of a source's tokens that may be beyond the row that their conversation begins in."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,47 @@ def lengths_of(
     found = {}
     for name, tokens in _each_tokenized(sources, data_size=data_size, preparation=preparation):
         lengths_D = np.concatenate([read_index(tokens.folder, block).lengths_D for block in tokens.block_names])
-        p95 = int(np.percentile(lengths_D, 95, method="inverted_cdf")) if len(lengths_D) else None
-        found[name] = Lengths(p95, int(lengths_D.sum()))
+        held = length_to_hold(lengths_D, kind=tokens.spec.kind)
+        is_packed = preparation.settings.packing == "best_fit"
+        row = held if held is None or not is_packed else well_filled(lengths_D, at_least=held)
+        found[name] = Lengths(row, int(lengths_D.sum()), held)
     return found
+
+
+def well_filled(lengths_D: NDArray[np.int64], *, at_least: int) -> int:
+    """Return the shortest rows, a multiple of `LANES`, that best-fit packing fills.
+
+    Of the eight lengths that are tried, the best if none is filled. Documents of a little more than half a row leave
+    the rest of it empty.
+    """
+    lengths_D = lengths_D[:: -(-len(lengths_D) // PACKED_TO_MEASURE)]
+    shares = {}
+    for row in range(-(-at_least // LANES) * LANES, at_least + 8 * LANES, LANES):
+        pieces_P = np.concatenate([lengths_D % row, np.repeat(row, int((lengths_D // row).sum()))])
+        _, _, num_rows = best_fit(pieces_P[pieces_P > 0], seq_len=row)
+        shares[row] = float(lengths_D.sum()) / (row * max(1, num_rows - 1))
+        if shares[row] >= MIN_FILLED:
+            return row
+    return max(shares, key=lambda row: shares[row])
+
+
+def length_to_hold(lengths_D: NDArray[np.int64], *, kind: str) -> int | None:
+    """Return the length of the longest documents that a row should hold whole; None without documents.
+
+    95 % of texts. Of conversations 99 %, and all but 2 % of their tokens: what is beyond a row has lost its question,
+    and few long ones have many tokens.
+    """
+    if not len(lengths_D):
+        return None
+    share = 99 if kind == "chat" else 95
+    row = int(np.percentile(lengths_D, share, method="inverted_cdf"))
+    if kind == "chat":
+        longer = np.sort(lengths_D[lengths_D > row])
+        # With rows of longer[i] tokens, longer[i + 1:] have this many tokens beyond their row.
+        beyond = np.append(np.cumsum(longer[::-1])[::-1][1:], 0) - longer * np.arange(len(longer))[::-1]
+        if np.sum(longer - row) > MAX_BEYOND * lengths_D.sum():
+            row = int(longer[np.argmax(beyond <= MAX_BEYOND * lengths_D.sum())])
+    return row
 
 
 def labels_of(
@@ -292,14 +337,19 @@ def _make_rows(
 
 
 def _noticed(tokens: TokenizedSource, *, selection: Selection, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return counts over the training documents that the audit looks at; they are not in its hash."""
+    """Return counts over the training documents that the audit looks at; they are not in its hash.
+
+    Only `learnt_per_turn` where some block was made before there were any.
+    """
+    learnt = {split: learnt_per_turn([r for r in records if r["split"] == split]) for split in SPLITS}
     chosen_D, noticed, first = selection.chosen("train"), Noticed(), 0
     for name in tokens.block_names:
-        arrays, examples = read_notices(tokens.folder, name)
-        count = len(arrays["marks"])
-        noticed.add(arrays, examples, chosen_D=chosen_D[first : first + count])
+        found = read_notices(tokens.folder, name)
+        if found is None:
+            return {"learnt_per_turn": learnt}
+        count = len(found[0]["marks"])
+        noticed.add(*found, chosen_D=chosen_D[first : first + count])
         first += count
-    learnt = {split: learnt_per_turn([r for r in records if r["split"] == split]) for split in SPLITS}
     return {**noticed.counts(), "learnt_per_turn": learnt}
 
 

@@ -51,7 +51,9 @@ def measure_rows_and_totals(config: Config, *, is_lookup: bool) -> tuple[Config,
         return with_lengths(config, None), {}
     found = with_lengths(config, measured)
     log.info(
-        "%s: %s", rows_text(rows_of(found)), "; ".join(_length_words(name, known) for name, known in measured.items())
+        "%s: %s",
+        rows_text(rows_of(found)),
+        "; ".join(_length_words(name, known, kind=config.data[name].kind) for name, known in measured.items()),
     )
     return found, {name: known.total for name, known in measured.items()}
 
@@ -88,7 +90,8 @@ def rows_text(rows: Rows) -> str:
     return f"steps of {rows.global_rows:,} rows of {rows.seq_len:,} tokens, {tokens:,} in all"
 
 
-def _length_words(name: str, lengths: Lengths) -> str:
-    if lengths.p95 is None:
+def _length_words(name: str, lengths: Lengths, *, kind: str) -> str:
+    if lengths.held is None:
         return f"data.{name} has no documents"
-    return f"95 % of the documents of data.{name} have {lengths.p95:,} tokens or fewer, all together {lengths.total:,}"
+    held = "99 % of the documents" if kind == "chat" else "95 % of the documents"
+    return f"{held} of data.{name} have {lengths.held:,} tokens or fewer, all together {lengths.total:,}"

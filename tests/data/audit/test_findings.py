@@ -134,6 +134,13 @@ def test_documents_that_are_shortened_are_found():
     assert messages_of(manifest(changes={"blank_answer_not_learnt": 12}), "warning") == []
 
 
+def test_data_of_earlier_versions_has_no_such_counts():
+    made = manifest()
+    del made["noticed"]
+    assert audit_findings([made]) == supervised_by_answer(made) == []
+    assert audit_findings([manifest(noticed={"learnt_per_turn": {"train": [1]}})]) == []
+
+
 def test_a_finding_of_every_row_length_is_said_once():
     both = [manifest(seq_len=n, noticed=noticed(empty_thoughts=9)) for n in (512, 1_024)]
     assert len(audit_findings(both)) == 1

@@ -71,7 +71,7 @@ def supervised_by_answer(manifest: Manifest) -> list[tuple[str, int]]:
 
     From `ANSWERS_SHOWN` on, answers are joined.
     """
-    tokens = [int(count) for count in manifest["noticed"]["learnt_per_turn"].get("train") or []]
+    tokens = [int(count) for count in manifest.get("noticed", {}).get("learnt_per_turn", {}).get("train", [])]
     named = [(f"answer {i + 1}", count) for i, count in enumerate(tokens)]
     if len(named) <= ANSWERS_SHOWN:
         return named
@@ -219,7 +219,8 @@ def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, A
         yield (
             "warning",
             f"data.{name}; prepare.packing=best_fit fills {percent(tokens, rows * seq_len)} of the training rows; "
-            f"many documents are a little longer than half of {seq_len:,} tokens and find no partner; use longer rows.",
+            f"many documents are a little longer than a half or a third of {seq_len:,} tokens and find no partner; use "
+            "longer rows.",
         )
 
 
@@ -269,8 +270,13 @@ def _shortened(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
 
 
 def _noticed(manifest: Manifest) -> Found:
-    """Report what the training documents themselves show (data/steps/notices.py)."""
-    name, noticed = manifest["source"], manifest["noticed"]
+    """Report what the training documents themselves show (data/steps/notices.py).
+
+    Nothing of data that was prepared before 2026-11-28, which lacks the counts.
+    """
+    name, noticed = manifest["source"], manifest.get("noticed", {})
+    if "documents" not in noticed:
+        return
     documents, is_chat = noticed["documents"], manifest["kind"] == "chat"
     kind = "training conversation" if is_chat else "training text"
     special = manifest["changes"].get("special_tokens_in_text", 0)

@@ -397,9 +397,11 @@ def read_keys(folder: str, name: str) -> Keys:
     return Keys(arrays["keys"], arrays["prompts"], arrays.get("exact"), arrays.get("groups"))
 
 
-def read_notices(folder: str, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """Read the result of `notices_of` for a block; raises as `read_index` does."""
+def read_notices(folder: str, name: str) -> tuple[Arrays, dict[str, Any]] | None:
+    """Read the result of `notices_of` for a block, None for one made before 2026-11-28; raises as `read_index` does."""
     arrays, facts = _opened(folder, name)
+    if "examples" not in facts:
+        return None
     return {key.removeprefix(NOTICE): arrays[key] for key in arrays if key.startswith(NOTICE)}, facts["examples"]
 
 

@@ -21,7 +21,7 @@ from tpu_experiments.data.tokens.tokenizer import template_hash, text_ends, toke
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
-VERSION = 4
+VERSION = 3
 """Incremented when the same input yields other tokens or rows, or another file layout."""
 
 CHAT_VERSION = 3

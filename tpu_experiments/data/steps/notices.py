@@ -86,7 +86,7 @@ def notices_of(made: Sequence[tuple[Document, Tokens]]) -> tuple[Arrays, dict[st
         answers.append(_hash(answer))
         texts[answer.strip()] += 1
     del markers[""]
-    arrays = {
+    arrays: Arrays = {
         "marks": np.array(marks, np.uint8),
         "ends": np.array(ends, np.int32).reshape(-1, 2),
         "answers": np.frombuffer(b"".join(answers), np.uint64),

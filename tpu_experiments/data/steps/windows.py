@@ -253,8 +253,11 @@ def merged(records: Sequence[dict[str, Any]], *, seq_len: int) -> dict[str, Any]
 
 
 def learnt_per_turn(records: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the tokens that a split's rows train on, by answer number; their sum is its `supervised_tokens`."""
-    return _added([record["learnt_per_turn"] for record in records])
+    """Return the tokens that a split's rows train on, by answer number; their sum is its `supervised_tokens`.
+
+    Records from before 2026-11-28 lack them.
+    """
+    return _added([record.get("learnt_per_turn", []) for record in records])
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:

@@ -12,7 +12,7 @@ from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, OBJECTIVES, config_of_run, identity
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, OBJECTIVES, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
 from tpu_experiments.config.schema import Config, NextTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
@@ -115,7 +115,9 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
     if task.run is None:
         then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
         changed = [
-            f"{key}={then.get(key)!r}, now {now.get(key)!r}" for key in then | now if then.get(key) != now.get(key)
+            f"{key}={then.get(key)!r}, now {now.get(key)!r}"
+            for key in then | now
+            if then.get(key) != now.get(key) and not ONLY_OPEN.fullmatch(key)
         ]
         if changed:
             raise ConfigError(
