@@ -228,6 +228,19 @@ def test_what_was_cut_at_one_length_is_found(tmp_path, tokenizer, limit, kind):
     assert limit == "tokens" or "exactly 900 characters" in message
 
 
+def test_a_cut_is_seen_beside_short_answers_that_have_no_full_stop():
+    """60 have each length of 64 to 89 characters, and 41 were cut at 500."""
+    noticed, lengths = Noticed(), [*np.repeat(np.arange(64, 90), 60), *[500] * 40, *range(480, 520)]
+    arrays = {
+        "marks": np.full(len(lengths), OPEN, np.uint8),
+        "ends": np.stack([np.array(lengths, np.int32), np.zeros(len(lengths), np.int32)], axis=1),
+        "answers": np.arange(len(lengths), dtype=np.uint64),
+    }
+    noticed.add(arrays, {"markers": {}}, chosen_D=np.ones(len(lengths), np.bool_))
+    found = noticed.counts()["equal_ends"]["characters"]
+    assert found == {"length": 500, "documents": 41, "inside_a_sentence": 41, "near": 0.39}
+
+
 def test_a_share_is_at_most_all(tmp_path, tokenizer):
     """What pieces and truncation leave out of the rows is not among the tokens of the answers."""
     rows = [{"data": ["Ce?", "da " * (i % 7 * 9 + 3), f"Și {i}?", "nu " * (i % 5 * 9 + 1)]} for i in range(60)]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.audit.findings import MIN_CUT_PEAK
 from tpu_experiments.data.documents import Document, beginning
 from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
 
@@ -33,7 +34,7 @@ _SHOUTED = re.compile(r"\b(?:(USER|HUMAN)|ASSISTANT):\s")
 
 _HISTOGRAM = 2**20
 """Lengths from this one on are counted together."""
-_SHORTEST = {"characters": 100, "tokens": 32}
+_SHORTEST = {"characters": 64, "tokens": 16}
 """Documents of fewer are equally long by chance."""
 _KEPT_ANSWERS = 16
 """Most frequent answers that are kept of each block: one of most documents is among them."""
@@ -169,17 +170,20 @@ class Noticed:
         }
 
     def _equal_ends(self, unit: str) -> dict[str, float]:
-        """Return the length at which most documents end inside a sentence, and how many have it.
+        """Return the length at which the most documents end inside a sentence, beside what is usual near it.
 
         `near` is the mean number of documents of each other length within a tenth of it.
         """
-        all_L, open_L = self.lengths[unit]
-        length = _SHORTEST[unit] + int(open_L[_SHORTEST[unit] : _HISTOGRAM].argmax())
-        first, last = length - length // 10, min(length + length // 10, _HISTOGRAM - 1)
-        others = all_L[first : last + 1].sum() - all_L[length]
+        all_L, open_L = self.lengths[unit][:, :_HISTOGRAM]
+        length_L = np.arange(_HISTOGRAM)
+        first_L, last_L = length_L - length_L // 10, np.minimum(length_L + length_L // 10, _HISTOGRAM - 1)
+        before_L = np.append(0, np.cumsum(all_L))
+        near_L = (before_L[last_L + 1] - before_L[first_L] - all_L) / np.maximum(last_L - first_L, 1)
+        peak_L = open_L - MIN_CUT_PEAK * near_L
+        length = _SHORTEST[unit] + int(peak_L[_SHORTEST[unit] :].argmax())
         return {
             "length": length,
             "documents": int(all_L[length]),
             "inside_a_sentence": int(open_L[length]),
-            "near": round(float(others / max(1, last - first)), 3),
+            "near": round(float(near_L[length]), 3),
         }
