@@ -546,7 +546,6 @@ def tried(model_type: str) -> dict[str, Any]:
 def in_child(model_type: str, answers: Connection, *, gib: float) -> None:
     """Compare one type within a limit of memory, and send what was found."""
     resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
-    os.nice(10)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -136,3 +136,18 @@ def test_rows_are_no_longer_than_what_longrope_computes_in_one_way():
     limits = row_limits(small_config("phi3: LongRoPE"))
     assert limits == {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
     assert row_limits(small_config("llama: YaRN")) == {"max_position_embeddings": 128}
+
+
+def test_a_triangular_system_on_torch_xla_is_refused_by_name():
+    """The delta rule of Qwen 3 Next solves one; in a traced layer torch_xla 2.9.0 ended with a segmentation fault."""
+    import torch_xla
+
+    from tpu_experiments.runtime.xla.host_reads import HostRead, NoHostReads
+
+    matrix = torch.eye(4).to(torch_xla.device())
+    for solve in (torch.linalg.solve_triangular, torch.ops.aten.linalg_solve_triangular.default):
+        with (
+            pytest.raises(HostRead, match="train reads a tensor on the host .*solve_triangular"),
+            NoHostReads("train", device_type="xla", count_reads=lambda: 0),
+        ):
+            solve(matrix, matrix, upper=False)

@@ -393,7 +393,9 @@ def _no_cache(module: nn.Module, reason: str = "") -> ConfigError:
 
 def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any, cache: Any) -> Tensor:
     """Return the logits of the last token of every row, (B, V)."""
-    given = {"position_ids": positions + first_position(module), "attention_mask": masks, "past_key_values": cache}
+    first = first_position(module)
+    positions = positions + first if first else positions
+    given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
     out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **given)
     logits_BV: Tensor = out.logits[:, -1]
     return logits_BV
