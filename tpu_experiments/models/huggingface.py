@@ -290,9 +290,8 @@ class HuggingFaceModel:
                 " ".join(str(known[name]) for name in ("quant_method", "format") if name in known) or "no known method"
             )
             raise ConfigError(
-                f"model.path={self.model.path}; by its config.json its weights are quantised by {kind:.60}, which is "
-                "not decoded here; take the model that it was made of, whose frozen weights model.base=nf4 or int8 holds "
-                "as codes."
+                f"model.path={self.model.path}; its weights are quantised by {kind:.60}, which is not decoded here; "
+                "take the model that it was made of, whose frozen weights model.base=nf4 or int8 holds as codes."
             )
         if self.model.base != "dense":
             raise ConfigError(
