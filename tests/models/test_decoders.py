@@ -147,7 +147,7 @@ def test_a_triangular_system_on_torch_xla_is_refused_by_name():
     matrix = torch.eye(4).to(torch_xla.device())
     for solve in (torch.linalg.solve_triangular, torch.ops.aten.linalg_solve_triangular.default):
         with (
-            pytest.raises(HostRead, match="train reads a tensor on the host .*solve_triangular"),
+            pytest.raises(HostRead, match=r"train reads a tensor on the host .*solve_triangular"),
             NoHostReads("train", device_type="xla", count_reads=lambda: 0),
         ):
             solve(matrix, matrix, upper=False)
