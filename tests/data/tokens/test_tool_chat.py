@@ -179,6 +179,21 @@ def test_a_template_that_leaves_something_out_is_refused(template, messages, too
     assert f"set model.chat_format={'qwen2_5' if template == 'QWEN25' else 'qwen3'}, or" in refused.message
 
 
+def test_rows_without_a_place_for_their_calls_are_left_out_and_reported(tmp_path):
+    """As read from disk; the others are learnt."""
+    tokenizer = with_template(byte_level(), (CHAT_FORMATS / "chatml.jinja").read_text())
+    rows = [{"messages": CONVERSATIONS["one call"]}]
+    rows += [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Da"}]} for i in range(9)
+    ]
+    source = chat_source(
+        write_lines(tmp_path / "a.jsonl", rows), on_bad_row="skip", eval_fraction=0.0, test_fraction=0.0
+    )
+    made = prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer, seq_lens=[128])["a"].manifests[128]
+    assert made["documents_reported"] == {"template": 1}
+    assert (made["documents_in"], made["documents_out"]) == (10, 9)
+
+
 def test_kept_documents_are_read_back_with_their_calls(tmp_path):
     tokenizer = with_template(byte_level(), templates_of("qwen2_5")[0], *MARKERS)
     rows = [{"messages": messages, "tools": json.dumps(TOOLS)} for messages in CONVERSATIONS.values()]

@@ -355,7 +355,7 @@ def tokenize_apart(
         made = list(zip(parts, tokenizer.tokenize(parts), strict=True))
         refused = next((part for _, part in made if isinstance(part, Refused)), None)
         if refused is not None:  # nothing of a row is dropped
-            done.append((document, refused))
+            done.append((document, Refused(refused.reason, refused.place, refused.message, refused.is_bad_row)))
             continue
         name = "rewritten_answer_learnt_apart" if rewritten == "split" else "rewritten_answer_not_learnt"
         tokenizer.counts[name] += len(tokens.turns)
