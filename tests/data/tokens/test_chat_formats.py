@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -119,3 +120,12 @@ def test_every_format_of_the_config_has_a_file():
     families = {*OWN, *MISTRAL}
     assert choices - {"tokenizer"} == {*FORMATS, *families}
     assert {path.stem for path in CHAT_FORMATS.iterdir()} == {*FORMATS, "chatml_as_text", *families}
+
+
+@pytest.mark.parametrize(("chat_format", "mark"), [("gemma3", "<start_of_turn>"), ("llama3_1", "<|start_header_id|>")])
+def test_a_format_of_another_family_is_refused(chat_format, mark):
+    with pytest.raises(
+        ConfigError, match=rf"^model\.chat_format={chat_format}; .* has no token {re.escape(mark)}, .*chatml"
+    ):
+        load(chat_format=chat_format)
+    assert load(chat_format="qwen3").chat_template  # the shipped tokenizer has its marks

@@ -19,6 +19,17 @@ from tpu_experiments.storage.paths import find_local, near_misses
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
 """Folder of the Jinja templates of `model.chat_format`."""
+_CHATML, _HEADERS = ("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+MARKS_OF_FORMAT = {
+    "qwen2_5": _CHATML,
+    "qwen3": _CHATML,
+    "llama3": _HEADERS,
+    "llama3_1": _HEADERS,
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral_v3": ("[INST]", "[/INST]"),
+    "mistral_tekken": ("[INST]", "[/INST]"),
+}
+"""Tokens around turns in the formats of families; a tokenizer that lacks one is refused with them."""
 HARD_LINES = (
     "Știință și tehnică: „țară”, «înțeles», ăâîșț ĂÂÎȘȚ; s\u0326i a\u0306sta",
     "  Two blanks,   three,    four \t tabs\t\tand an end  ",
@@ -254,6 +265,13 @@ def _format_template(chat_format: str, *, tokenizer: PreTrainedTokenizerBase) ->
     has_markers = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_added_vocab())
     name = "chatml_as_text" if chat_format == "chatml" and not has_markers else chat_format
     template = (CHAT_FORMATS / f"{name}.jinja").read_text(encoding="utf-8")
+    lacking = [mark for mark in MARKS_OF_FORMAT.get(chat_format, ()) if mark not in tokenizer.get_added_vocab()]
+    if lacking:
+        raise ConfigError(
+            f"model.chat_format={chat_format}; the tokenizer {tokenizer.name_or_path} has no token {lacking[0]}, which "
+            "closes or opens turns in this format and would be spelt out in letters; use model.chat_format=chatml, or "
+            "a tokenizer of that family."
+        )
     if "eos_token" in template and tokenizer.eos_token is None:
         raise ConfigError(
             f"model.chat_format={chat_format}; answers end with EOS in this format, and the tokenizer "
