@@ -55,7 +55,7 @@ CASES = {
     ),
     "row longer than the checkpoint allows": (
         "model.path={tmp}/short ~model.arch.max_position_embeddings",
-        ["trainer.seq_len=128 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],
+        ["trainer.seq_len=896 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],
     ),
 }
 
