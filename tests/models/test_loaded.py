@@ -1,7 +1,9 @@
 """What is loaded computes what transformers computes from the same files, or the run is refused."""
 
+import json
 import logging
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from tests.models.test_families import FAMILIES, SIZES
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models import buffers, conversion, huggingface, loaded
+from tpu_experiments.models import buffers, build, conversion, huggingface, loaded
+from tpu_experiments.models.build import build_model
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named
-from tpu_experiments.models.loaded import difference, part_of, require_loaded, with_layers
+from tpu_experiments.models.loaded import difference, fault_of_written, part_of, require_loaded, with_layers
+from tpu_experiments.storage.run_folder import open_run
+from tpu_experiments.tasks.setup import check_loaded, set_up
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("plain_attention", "no_records")]
 WEIGHTS = "model.safetensors"
@@ -225,6 +230,19 @@ def test_a_wrong_reader_is_found(mutant, lora, tmp_path, monkeypatch):
     assert "with all 2 layers " in message
 
 
+@pytest.mark.parametrize("lora", [LORA, NONE], ids=["adapters", "all weights"])
+def test_a_weight_that_no_reader_yields_is_named(lora, tmp_path, monkeypatch):
+    saved(tmp_path)
+    plain = build.stacked_weights
+
+    def mutant(*given, **more):
+        return (item for item in plain(*given, **more) if item.name != UP)
+
+    monkeypatch.setattr(build, "stacked_weights", mutant)
+    with pytest.raises(ConfigError, match=rf"Qwen2ForCausalLM; 1 of its parameters were not loaded, first '{UP}'"):
+        build_model(source_of(tmp_path), lora=lora, seed=0, place=lambda tensor, name: tensor)
+
+
 def test_a_model_that_cannot_compute_with_its_adapters_is_refused(tmp_path, monkeypatch):
     saved(tmp_path)
 
@@ -244,8 +262,60 @@ def test_files_that_transformers_cannot_load_are_refused(tmp_path, monkeypatch):
         raise OSError("no such file")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", broken)
-    with pytest.raises(ConfigError, match=r"cannot compute with it \(OSError: no such file\)"):
+    with pytest.raises(ConfigError, match=r"cannot compute with all 2 layers \(OSError: no such file\)"):
         require_loaded(source, lora=LORA, is_packed=True)
+
+
+# ---- what is written ----------------------------------------------------------------------------------------
+
+
+def written_again(folder, config, **changed):
+    """A model that a run of this config wrote, with something changed in config.json."""
+    saved(folder, **config)
+    source = source_of(folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changed))
+    return fault_of_written(source, str(folder))
+
+
+def test_a_written_model_is_read_by_transformers(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        assert written_again(tmp_path, {}) is None
+    assert f"check of {tmp_path} by transformers: with all 2 layers they are " in caplog.text
+
+
+CHANGED = {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}, "hidden_act": "relu"}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_config_that_lost_a_value_is_found(name, tmp_path):
+    fault = written_again(tmp_path, {}, **{name: CHANGED[name]})
+    assert fault is not None
+    assert fault.startswith(f"{tmp_path}, read back by transformers ")
+    assert "computes other logits: with all 2 layers" in fault
+
+
+def test_a_written_model_that_transformers_cannot_read_is_found(tmp_path):
+    fault = written_again(tmp_path, {}, num_attention_heads=7)
+    assert fault is not None
+    assert "it cannot compute with all 2 layers" in fault
+
+
+# ---- where it is called -------------------------------------------------------------------------------------
+
+RUN = ("model=tiny", "model.size=full", "model.attention=eager", "data=[sample_text]", "debug=smoke", "lora=none")
+
+
+def test_a_run_is_refused_before_it_has_a_folder(tmp_path, make_config, monkeypatch):
+    saved(tmp_path / "base")
+    config = make_config(*RUN, "model.size=full", f"model.path={tmp_path / 'base'}", f"output_dir={tmp_path / 'runs'}")
+    folder = open_run(config, may_lengthen=False)
+    MUTANTS["keys for values"][2](monkeypatch)
+    with pytest.raises(ConfigError, match="other logits than transformers"):
+        set_up(config, folder)
+    assert not (tmp_path / "runs").exists()
+    canary = replace(config.trainer.canary, when="never")
+    check_loaded(replace(config, trainer=replace(config.trainer, canary=canary)))
 
 
 # ---- once for each set of files -----------------------------------------------------------------------------
@@ -261,7 +331,7 @@ def test_files_that_have_passed_are_not_compared_again(tmp_path, caplog):
         for _ in range(2):
             require_loaded(source_of(tmp_path), lora=LORA, is_packed=True)
         assert len(lines(caplog)) == 1
-        assert " with all 2 layers its logits are " in lines(caplog)[0]
+        assert ": with all 2 layers they are " in lines(caplog)[0]
         status = (tmp_path / WEIGHTS).stat()
         os.utime(tmp_path / WEIGHTS, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         require_loaded(source_of(tmp_path), lora=LORA, is_packed=True)

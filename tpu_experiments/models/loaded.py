@@ -9,6 +9,7 @@ model these are the first layers, as many as have every kind of layer, and all e
 import copy
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as library_log
 
 from tpu_experiments.config.errors import ConfigError
@@ -83,37 +84,87 @@ def require_loaded(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: boo
     passed = _record_of(source, lora=lora, is_packed=is_packed)
     if passed.exists():
         return
+    text = f"model.path={source.model.path}"
+    done = _compared(source, lora=lora, is_packed=is_packed)
+    if done.reason:
+        if not done.is_fault:
+            log.warning("check of the loaded model against transformers: skipped (%s)", done.reason)
+            return
+        raise ConfigError(f"{text}; transformers {transformers.__version__} {done.reason}; {ADVICE}.")
+    if not done.apart <= TOLERANCE:
+        raise ConfigError(
+            f"{text}; as it is loaded here it computes other logits than transformers {transformers.__version__} does "
+            f"from the same files: {done}; {ADVICE}."
+        )
+    log.info("check of the loaded model against transformers: %s", done)
+    with suppress(OSError):  # where the home folder is not writable, the check is made each time
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
+    """Return what is wrong with a model that was written, as transformers reads it from its folder; None if nothing.
+
+    Its config and its class are compared with those of the model that wrote it, over the tensors of its files.
+    """
+    written = copy.copy(source)
+    written.folder, written.random, written.model = Path(folder), False, replace(source.model, path=folder)
+    written.whole_config = written.config
+    reason = _skip_reason(written) or ("its linear layers compute otherwise" if source.model.linear != "plain" else "")
+    if reason:
+        log.info("check of %s by transformers: skipped (%s)", folder, reason)
+        return None
+    done = _compared(written, lora=LoraConfig(r=0), is_packed=False)
+    if done.reason:
+        if not done.is_fault:
+            log.warning("check of %s by transformers: skipped (%s)", folder, done.reason)
+            return None
+        return f"{folder}, read back by transformers {transformers.__version__}: it {done.reason}"
+    if not done.apart <= TOLERANCE:
+        return f"{folder}, read back by transformers {transformers.__version__}, computes other logits: {done}"
+    log.info("check of %s by transformers: %s", folder, done)
+    return None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Outcome of a comparison."""
+
+    part: Part
+    apart: float = math.nan
+    """Largest difference of logits, as a share of the largest logit."""
+    seconds: float = 0.0
+    reason: str = ""
+    """Why nothing was compared."""
+    is_fault: bool = False
+    """Whether that is a fault of the model."""
+
+    def __str__(self) -> str:
+        return (
+            f"with {self.part} they are {self.apart:.2g} of the largest apart, and rounding explains {TOLERANCE:g} "
+            f"({self.seconds:.1f} s)"
+        )
+
+
+def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> _Compared:
+    """Compare as much of a model as the host's memory holds.
+
+    Raises:
+        ConfigError: the model of training cannot compute.
+    """
     part, began = part_of(source), time.monotonic()
     needed, free = 5 * part.nbytes // 4, psutil.virtual_memory().available
     if needed > free:
-        log.warning("check of the loaded model against transformers: skipped (%s need %.1f GiB of host memory, %.1f "
-                    "GiB are free)", part, needed / 2**30, free / 2**30)  # fmt: skip
-        return
-    name = f"model.path={source.model.path}"
+        memory = f"{needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
+        return _Compared(part, reason=f"{part} need {memory}")
     try:
         apart = difference(source, part, lora=lora, is_packed=is_packed)
     except ConfigError:
         raise
     except (*UNFIT, OSError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if part.is_whole:
-            raise ConfigError(
-                f"{name}; transformers {transformers.__version__} cannot compute with it ({reason}); {ADVICE}."
-            ) from error
-        log.warning("check of the loaded model against transformers: skipped (with %s it cannot compute: %s)", part,
-                    reason)  # fmt: skip
-        return
-    if not apart <= TOLERANCE:
-        raise ConfigError(
-            f"{name}; as it is loaded here it computes other logits than transformers {transformers.__version__} does "
-            f"from the same files: with {part} {apart:.2g} of the largest apart, and rounding explains {TOLERANCE:g}; "
-            f"{ADVICE}."
-        )
-    log.info("check of the loaded model against transformers: with %s its logits are %.1e of the largest apart; it "
-             "took %.1f s", part, apart, time.monotonic() - began)  # fmt: skip
-    with suppress(OSError):  # where the home folder is not writable, the check is made each time
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return _Compared(part, reason=f"cannot compute with {part} ({why})", is_fault=part.is_whole)
+    return _Compared(part, apart, time.monotonic() - began)
 
 
 def _skip_reason(source: HuggingFaceModel) -> str:
@@ -221,7 +272,7 @@ def with_layers(source: HuggingFaceModel, layers: int) -> HuggingFaceModel:
 def _cut(config: PretrainedConfig, layers: int) -> None:
     """Leave the first layers in a config, and what it says of each of them."""
     count = getattr(config, "num_hidden_layers", None)
-    if count is None or layers == count:
+    if count is None or not layers or layers == count:
         return
     for name, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == count:
@@ -238,9 +289,11 @@ def _random_ids(config: PretrainedConfig, count: int) -> Tensor:
 
 def _by_transformers(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
     """Return what transformers computes for each document alone, (T, V) or (T, H)."""
-    config = copy.deepcopy(source.whole_config)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.runs_code)
+    own = decoder_config(config)
+    _cut(own, getattr(source.config, "num_hidden_layers", 0))
     config._attn_implementation = config._experts_implementation = "eager"
-    config.use_cache = decoder_config(config).use_cache = False
+    config.use_cache = own.use_cache = False
     given: dict[str, Any] = {"config": config, "dtype": torch.float32, "trust_remote_code": source.runs_code}
     with _silent():
         module = huggingface.HEADS[source.head].auto.from_pretrained(source.folder, **given).eval()
