@@ -78,16 +78,24 @@ def test_a_class_that_reads_it_rightly_is_kept(tmp_path):
     assert type(AutoTokenizer.from_pretrained(tmp_path)).__name__ == "Qwen2Tokenizer"
 
 
-def test_what_is_put_around_a_text_is_kept_though_a_setting_would_put_something_else(tmp_path):
-    """With `add_bos_token` transformers makes the post-processor anew, and a classifier's texts end with EOS."""
-    tokenizer = copy.deepcopy(made("LlamaTokenizer"))
-    tokenizer.init_kwargs["add_bos_token"] = True
-    closing_texts(tokenizer)
-    write_tokenizer(str(tmp_path), tokenizer, config=config_beside(tmp_path, "llama"))
-    found = AutoTokenizer.from_pretrained(tmp_path)
-    ids = found("abc")["input_ids"]
-    assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert everything_of(found) == everything_of(tokenizer)
+def test_what_is_put_around_a_text_counts(tmp_path, monkeypatch):
+    """A classifier's texts begin with BOS and end with EOS; a reader that leaves them out splits every line alike."""
+    tokenizer = closing_texts(copy.deepcopy(made("byte-level BPE, Llama 3's words")))
+    config = config_beside(tmp_path / "out", "llama")
+    write_tokenizer(str(tmp_path / "out"), tokenizer, config=config)
+    assert everything_of(AutoTokenizer.from_pretrained(tmp_path / "out")) == everything_of(tokenizer)
+    bare = made("byte-level BPE, Llama 3's words")
+    monkeypatch.setattr(exporting.AutoTokenizer, "from_pretrained", lambda *_, **__: bare)
+    with pytest.raises(ConfigError, match="into other tokens"):
+        require_readable(tokenizer, config=config)
+
+
+def test_special_tokens_are_those_of_the_run_though_a_class_has_defaults_of_its_own(tmp_path):
+    """Qwen2Tokenizer splits as this one and pads with <|endoftext|>, which is an ordinary control token here."""
+    tokenizer = copy.deepcopy(made("byte-level BPE, Qwen 2's words and control tokens"))
+    assert tokenizer.unk_token is None
+    write_tokenizer(str(tmp_path), tokenizer, config=config_beside(tmp_path, "qwen2"))
+    assert everything_of(AutoTokenizer.from_pretrained(tmp_path)) == everything_of(tokenizer)
 
 
 def test_several_templates_are_files_of_no_folder(tmp_path):

@@ -38,6 +38,9 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "byte-level BPE, GPT-2's words": lambda: load_tokenizer(SHIPPED, revision=None, chat_template_path=None),
     "byte-level BPE, Llama 3's words": lambda: _of_task("bbpe"),
     "byte-level BPE, NFC": lambda: _of_task("bbpe", normalization="nfc", digits="single"),
+    "byte-level BPE, Qwen 2's words and control tokens": lambda: _of_task(
+        "bbpe", normalization="nfc", digits="single", additional_special_tokens=["<|endoftext|>", "<|im_end|>"]
+    ),
     "SentencePiece's BPE": lambda: _of_task("spm_bpe"),
     "SentencePiece's BPE, a blank prepended": small_tokenizers.mistral,
     "SentencePiece's BPE, blanks split": small_tokenizers.gemma,
