@@ -1,5 +1,6 @@
 """Buffers are what the checkpoint says, or what transformers computes from its config; otherwise the run is refused."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models.test_families import SIZES, alone
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.checkpoint.proof import read_model
+from tpu_experiments.checkpoint.reading import without_values
+from tpu_experiments.checkpoint.state import shapes_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.buffers import compute_buffers, persistent_buffers, require_values
+from tpu_experiments.models.buffers import compute_buffers, persistent_buffers, require_values, shapes_of_buffers
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
 from tpu_experiments.runtime.eager import EagerRuntime
 
@@ -223,6 +228,34 @@ def test_a_merged_model_keeps_its_buffers(kind, dtype, tmp_path):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
         rows = rows_of()
         torch.testing.assert_close(alone(again, rows), alone(model, rows), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("max_held_bytes", [0, 1e9])
+def test_a_fully_trained_model_is_read_back_without_its_buffers(max_held_bytes, tmp_path):
+    model = written("apertus", tmp_path / "base")
+    source = source_of(tmp_path / "base")
+    built, buffers = built_of(source, r=0), persistent_buffers(source.empty())
+    trained = {name: tensor + 0.01 for name, tensor in built.trainable.items()}
+    write_model(
+        str(tmp_path / "model"),
+        tensors=itertools.chain(trained.items(), buffers.items()),
+        shapes=shapes_of(trained) | shapes_of_buffers(buffers),
+        config=source.config,
+        architecture=type(built.module).__name__,
+        dtype=torch.float32,
+        tokenizer=load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None),
+        max_shard_bytes=3e5,
+    )
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    found = read_model(str(tmp_path / "model"), max_held_bytes=max_held_bytes)
+    assert without_values(found).keys() == trained.keys()
+    frozen = build_frozen(source, lora=LoraConfig(r=0), trained=found, place=lambda tensor, name: tensor)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    rows = rows_of()
+    with torch.no_grad():
+        ours = logits_of(frozen.eval(), {}, rows)[0]
+    torch.testing.assert_close(ours, alone(again, rows), atol=2e-5, rtol=2e-5)
+    assert (ours - alone(model, rows)).abs().max() > 1e-2
 
 
 # ---- training -----------------------------------------------------------------------------------------------

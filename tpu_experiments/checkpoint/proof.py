@@ -16,18 +16,19 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.errors import UnprovenError, as_training_stopped, on_rank_zero
 from tpu_experiments.checkpoint.progress import Progress
-from tpu_experiments.checkpoint.reading import tensors_below, without_values
+from tpu_experiments.checkpoint.reading import metadata_of, tensors_below, without_values
 from tpu_experiments.checkpoint.state import boxes_needed, shapes_of, to_host, with_boxes
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.export.full import MODEL
+from tpu_experiments.export.full import BUFFERS, MODEL
 from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
+from tpu_experiments.models.buffers import persistent_buffers
 from tpu_experiments.models.build import BuiltModel
 from tpu_experiments.models.lora import A, B, effects, num_changed
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude
-from tpu_experiments.storage import paths
-from tpu_experiments.storage.tensors import described, not_finite, unequal
+from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.tensors import described, group_in, not_finite, unequal
 
 log = logging.getLogger(__name__)
 NUM_TRIES = 3
@@ -265,11 +266,12 @@ class Export:
         if self._start.is_adapter:
             layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
             return read_layout(layout, initial=self._model.taken_out)
-        return tensors_below(self._folder, MODEL, max_held_bytes=self._max_held_bytes)
+        return trained_below(self._folder, max_held_bytes=self._max_held_bytes)
 
     def _verify_files(self, progress: Progress) -> dict[str, Any]:
         evidence, num_bytes = TrainedEvidence(self._start), 0
         expected = shapes_of(self._model.trainable)
+        buffers = {} if self._start.is_adapter else persistent_buffers(self._model.source.empty())
         for file, digest in self._digests.items():
             place = paths.join(self._folder, file)
             paths.forget_cached(place)
@@ -284,20 +286,26 @@ class Export:
                 trained = to_host(self._model.trainable) if self._trained is None else dict(self._trained)
                 complaint = unequal(found, trained)
             else:
-                complaint = _other_shapes(found, {name: expected.pop(name) for name in found if name in expected})
+                own = {name: buffers.pop(name) for name in found if name in buffers}
+                complaint = unequal({name: found.pop(name) for name in own}, own)
+                complaint = complaint or _other_shapes(
+                    found, {name: expected.pop(name) for name in found if name in expected}
+                )
             if complaint is not None:
                 raise UnprovenError(f"{place}, read back, {complaint}")
             evidence.add(found)
             del found  # free before the next file is read
         if not self._start.is_adapter and expected:
             raise UnprovenError(f"{self._folder}, read back, lacks {len(expected)} of the tensors that were trained")
+        if buffers:
+            raise UnprovenError(f"{self._folder}, read back, lacks {len(buffers)} of the model's buffers")
         digests = list(self._digests.values())
         sha256 = digests[0] if len(digests) == 1 else dict(self._digests)
         return {"bytes": num_bytes, "sha256": sha256, "trained": evidence.verify(progress)}
 
 
 def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
-    """Return the tensors of a whole model that this program exported.
+    """Return the trained tensors of a whole model that this program exported, without its buffers.
 
     Above `max_held_bytes`, each tensor is read when it is accessed.
 
@@ -305,12 +313,24 @@ def read_model(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
         ConfigError: the folder holds no tensors of a model, or a file cannot be read.
     """
     try:
-        found = tensors_below(folder, MODEL, max_held_bytes=max_held_bytes)
+        found = trained_below(folder, max_held_bytes=max_held_bytes)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"{folder}; its model cannot be read ({error}); write or copy it again.") from error
     if not found:
         raise ConfigError(f"{folder}; it holds no tensors of a model; write or copy it again.")
     return found
+
+
+def trained_below(folder: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
+    """Return the tensors of an exported model that are no buffers.
+
+    Raises:
+        ValueError: a file of the model is no safetensors file.
+    """
+    files = [paths.join(folder, name) for name in paths.list_names(folder) if group_in(name) == MODEL]
+    lists = [strict_json.loads(metadata_of(file).get(BUFFERS, "[]")) for file in files]
+    buffers = {str(name) for names in lists if isinstance(names, list) for name in names}
+    return tensors_below(folder, MODEL, max_held_bytes=max_held_bytes, left_out=buffers)
 
 
 def _other_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

@@ -7,7 +7,7 @@ with elements of that part.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,7 +28,15 @@ from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range, size_of
-from tpu_experiments.storage.tensors import Span, group_in, header_length, is_of_host, spans_in, tensors_in
+from tpu_experiments.storage.tensors import (
+    Span,
+    group_in,
+    header_length,
+    is_of_host,
+    metadata_in,
+    spans_in,
+    tensors_in,
+)
 
 PIECE_BYTES = 64 * 2**20
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -229,10 +237,26 @@ def spans_of(place: str, *, num_bytes: int) -> dict[str, Span]:
     return spans_in(read(place, 8, 8 + length), num_bytes=num_bytes)
 
 
-def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[str, Tensor]:
+def metadata_of(place: str) -> dict[str, str]:
+    """Return the texts that a file of tensors has beside them.
+
+    Raises:
+        ValueError: it is no safetensors file; the message has the reason.
+    """
+    num_bytes = size(place)
+    length = header_length(read_range(place, 0, min(8, num_bytes)), num_bytes=num_bytes)
+    return metadata_in(read(place, 8, 8 + length))
+
+
+def tensors_below(
+    target: str, group: str, *, max_held_bytes: float, left_out: Collection[str] = ()
+) -> Mapping[str, Tensor]:
     """Return the tensors of one group of a checkpoint folder, complete or not, without verification.
 
     A group of more than `max_held_bytes` is not kept in memory: its tensors are read at access.
+
+    Args:
+        left_out: names of tensors that are not returned.
 
     Raises:
         ValueError: a file of the group is no safetensors file.
@@ -242,12 +266,14 @@ def tensors_below(target: str, group: str, *, max_held_bytes: float) -> Mapping[
     sizes = {name: size(place) for name, place in places.items()}
     if sum(sizes.values()) <= max_held_bytes:
         held = {name: tensors_in(read(place, 0, sizes[name])) for name, place in places.items()}
-        return {name: assembled(pieces) for name, pieces in _by_group(target, held).get(group, {}).items()}
+        found = _by_group(target, held).get(group, {})
+        return {name: assembled(pieces) for name, pieces in found.items() if name not in left_out}
     stored = {
         name: {tensor: Stored(place, span) for tensor, span in spans_of(place, num_bytes=sizes[name]).items()}
         for name, place in places.items()
     }
-    return StoredTensors(_by_group(target, stored).get(group, {}))
+    parts = _by_group(target, stored).get(group, {})
+    return StoredTensors({name: pieces for name, pieces in parts.items() if name not in left_out})
 
 
 def content_of(target: str, name: str, facts: FileFacts) -> bytearray:

@@ -64,15 +64,17 @@ class GuardConfig:
 
 @dataclass
 class CanaryConfig:
-    """Comparison of the devices with a float32 model in plain torch on the host, before the first step.
+    """Comparison of the loaded model with transformers', and of the devices with the host, before the first step.
 
-    Held-out losses: the evaluation program itself runs on a few short rows, on one device or several, in every life of
-    a run. First gradients: on several devices the training program itself runs once, on as few, and the resulting
-    optimizer state is compared; then parameters and state are restored.
+    Loaded model: logits of a checkpoint as it is loaded here and by transformers, on the host. Held-out losses: the
+    evaluation program itself runs on a few short rows, on one device or several, in every life of a run. First
+    gradients: on several devices the training program itself runs once, on as few, and the resulting optimizer state is
+    compared; then parameters and state are restored.
     """
 
     when: str = choice("auto", "always", "never", default="auto")
-    """`auto`: on TPUs, if the host's model fits into its free memory. `always`: on devices of any kind."""
+    """`auto`: the loaded model of every checkpoint; losses and gradients on TPUs, if the host's model fits into its
+    free memory. `always`: on devices of any kind. `never`: none of them."""
     max_tokens: int = number(default=512, at_least=8)
     """Tokens of the host's step, divided among the devices, and of its held-out rows. The first row is longer where the
     model's sliding window asks for it."""

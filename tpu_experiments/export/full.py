@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from tpu_experiments.storage.tensors import chunks_of, file_name, group_in, shar
 MODEL = "model"
 """Group name of the files: `model.safetensors`, or several like `model-00001-of-00005.safetensors` with an index."""
 INDEX = "model.safetensors.index.json"
+BUFFERS = "buffers"
+"""Key of a file's metadata: the names, in JSON, of its tensors that are buffers, which no run trains."""
 
 
 def write_model(
@@ -66,7 +68,8 @@ def write_model(
             total["total_size"] += written.nbytes
             yield name, written
 
-    digests = _write_files(folder, by_name, cast())
+    buffers = {name for name, t in shapes.items() if isinstance(t, nn.Buffer)}
+    digests = _write_files(folder, by_name, cast(), buffers=buffers)
     if len(files) > 1:
         index = {"metadata": total, "weight_map": {name: file for file, names in by_name.items() for name in names}}
         paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -89,22 +92,26 @@ def _remove_earlier(folder: str) -> None:
             paths.remove_tree(paths.join(folder, name))
 
 
-def _write_files(folder: str, files: Mapping[str, list[str]], items: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+def _write_files(
+    folder: str, files: Mapping[str, list[str]], items: Iterator[tuple[str, Tensor]], *, buffers: Collection[str]
+) -> dict[str, str]:
     """Write each file as soon as `items` has yielded its tensors; return the SHA-256 of each file."""
     digests: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
     for file, names in files.items():
         while not waiting.keys() >= set(names):
             waiting |= [next(items)]
-        digests[file] = _write(paths.join(folder, file), {name: waiting.pop(name) for name in names})
+        own = [name for name in names if name in buffers]
+        tensors = {name: waiting.pop(name) for name in names}
+        digests[file] = _write(paths.join(folder, file), tensors, metadata={BUFFERS: json.dumps(own)} if own else {})
     return digests
 
 
-def _write(place: str, tensors: Mapping[str, Tensor]) -> str:
+def _write(place: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
 
     def counted() -> Iterator[memoryview]:
-        for chunk in chunks_of(tensors, metadata={"format": "pt"}):
+        for chunk in chunks_of(tensors, metadata={"format": "pt", **metadata}):
             digest.update(chunk)
             yield chunk
 

@@ -407,13 +407,18 @@ def placed_weights(
     """Upload weights: frozen ones into the module, trainable ones into the returned dict, in float32.
 
     `marks` receives the fingerprints of the trainable ones.
+
+    Raises:
+        ConfigError: `weights` leaves one out, which would stay without values.
     """
     trainable: dict[str, Tensor] = {}
     names: dict[int, list[str]] = {}  # a tied weight has several; RoBERTa's kin name the head's first
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    lacking = {name for name, _ in module.named_parameters()}
     passed_bytes = 0
     for item in weights:
+        lacking.discard(item.name)
         if module.get_parameter(item.name).requires_grad:
             marks |= {} if item.tensor.is_meta else fingerprints(item.name, item.tensor)  # a plan has no values
             trainable[item.name] = place(item.tensor.to(torch.float32), name=item.name)
@@ -433,6 +438,11 @@ def placed_weights(
         if passed_bytes >= TRIM_BYTES:
             passed_bytes = 0
             return_freed_memory()
+    if lacking:
+        raise ConfigError(
+            f"{type(module).__name__}; {len(lacking)} of its parameters were not loaded, first {min(lacking)!r}: they "
+            "would have no values; report it with the model's name."
+        )
     return trainable
 
 

@@ -211,6 +211,8 @@ class HuggingFaceModel:
             ConfigError: the config cannot be used, or does not go with the head or with attention on both sides.
         """
         self.model, self.seed, self.head, self.causal = model, seed, head, causal
+        self.reads_all = True
+        """Whether the checkpoint may have no tensors that this model has not; False for its first layers alone."""
         self.random = model.init == "random" or model.size == "tiny"
         self.dtype = DTYPES[model.dtype]
         self.folder = None if self.random else self.find_folder()
@@ -480,7 +482,8 @@ class HuggingFaceModel:
         """
         if self.random:
             return
-        self._require_no_stray()
+        if self.reads_all:
+            self._require_no_stray()
         for name, stored in self._stored([name for name in shapes if name not in self.new_head]).items():
             if stored.shape != shapes[name]:
                 raise self._refusal_of_shape(name, stored.shape, shapes[name])

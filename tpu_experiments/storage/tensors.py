@@ -120,6 +120,16 @@ def spans_in(header: bytes | bytearray, *, num_bytes: int) -> dict[str, Span]:
     return found
 
 
+def metadata_in(header: bytes | bytearray) -> dict[str, str]:
+    """Return the texts that a header has beside the tensors.
+
+    Raises:
+        ValueError: it is no safetensors header; the message has the reason.
+    """
+    found = _table(header).get(METADATA, {})
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
 def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """Describe how tensors differ from expected ones in names, types, shapes or bits; None if equal."""
     if found.keys() != expected.keys():
@@ -155,13 +165,18 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 def _facts(content: bytes | bytearray) -> dict[str, Any]:
     """Parse the header, without its free-text metadata."""
+    header = _table(content)
+    header.pop(METADATA, None)
+    return header
+
+
+def _table(content: bytes | bytearray) -> dict[str, Any]:
     try:
         header = strict_json.loads(bytes(content))
     except ValueError as error:
         raise ValueError(f"its header is not the JSON of a safetensors file ({error})") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no table of tensors")
-    header.pop(METADATA, None)
     return header
 
 

@@ -23,6 +23,7 @@ from tpu_experiments.models.build import describe, shapes_of_base
 from tpu_experiments.models.forward import first_position
 from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, OWN_HEAD, HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.models.loaded import require_loaded
 from tpu_experiments.models.lora import require_read_by_peft
 from tpu_experiments.models.rope import row_limits
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
@@ -59,6 +60,7 @@ def set_up(config: Config, folder: RunFolder) -> RunInputs:
     check_loggers(config)
     vocab_size = check_model(config)
     require_dense(config)
+    check_loaded(config)
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
@@ -256,6 +258,17 @@ def check_model(config: Config) -> int:
         check_heads(mesh, source.config)
         check_hosts(config, table, shapes={name: shapes[name] for name in trainable})
     return int(source.config.vocab_size)
+
+
+def check_loaded(config: Config) -> None:
+    """Compare the model of a checkpoint, as it is loaded, with transformers' from the same files.
+
+    Raises:
+        ConfigError: they compute different logits; nothing was written.
+    """
+    source = model_source(config)
+    if isinstance(source, HuggingFaceModel) and config.trainer.canary.when != "never":
+        require_loaded(source, lora=config.lora, is_packed=config.prepare.packing == "best_fit")
 
 
 def require_dense(config: Config) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.errors import TrainingStopped, UnprovenError, on_rank_zero
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
 from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
@@ -42,6 +42,7 @@ from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.bitnet import layers_of, ternary_weights
 from tpu_experiments.models.build import BuiltModel, build_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.loaded import fault_of_written
 from tpu_experiments.models.loss import Scores
 from tpu_experiments.models.padded import with_adapters
 from tpu_experiments.models.recomputed import is_recomputed
@@ -62,6 +63,7 @@ from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.ops import host_copy
 from tpu_experiments.runtime.stacked import is_stack, stacked
+from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.training.batches import (
     RunInputs,
@@ -354,7 +356,27 @@ class Trainer:
             max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
             trained=self.stored_parameters,
         )
-        return export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
+        found = export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
+        on_rank_zero(self.runtime, self.require_readable)
+        return found
+
+    def require_readable(self) -> None:
+        """Require transformers to compute from a written model what this run's classes compute from it.
+
+        Raises:
+            UnprovenError: it computes other logits, or cannot read it.
+        """
+        source, is_whole = self.model.source, self.config.lora.r == 0
+        folder = self.outputs.folder.path("model" if is_whole else "base")
+        is_written = is_whole or getattr(source, "random", False)
+        if not is_written or not isinstance(source, HuggingFaceModel) or self.config.trainer.canary.when == "never":
+            return
+        if paths.is_remote(folder):
+            log.info("check of %s by transformers: skipped (it is not on this machine; task=export makes it)", folder)
+            return
+        fault = fault_of_written(source, folder)
+        if fault is not None:
+            raise UnprovenError(fault)
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""

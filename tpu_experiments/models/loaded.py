@@ -1,0 +1,350 @@
+"""Check that the model as it is loaded here computes what transformers computes from the same files.
+
+Names, conversions, tied weights and buffers are read by code of this project. A tensor that is read wrongly, or not at
+all, raises no error: the run only learns from a worse start. So before training the checkpoint is loaded twice on the
+host, in float32, by this code and by transformers' from_pretrained, and both compute logits of a short row. Of a large
+model these are the first layers, as many as have every kind of layer, and all else.
+"""
+
+import copy
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as library_log
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.models import attention, buffers, build, conversion, experts, forward, huggingface
+from tpu_experiments.models import lora as adapters
+from tpu_experiments.models.build import build_model
+from tpu_experiments.models.fold import decoder_layers
+from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, UNFIT, HuggingFaceModel, decoder_config
+from tpu_experiments.runtime.kernels.attention import without_attention_kernel
+from tpu_experiments.storage.cache import default_folder
+
+log = logging.getLogger(__name__)
+LENGTHS = (13, 10)
+"""Tokens of the two documents of the row; the second is left out where rows hold one document."""
+PADDING = 3
+TOLERANCE = 1e-4
+"""Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/README.md)."""
+BYTES = 2**30
+"""Float32 weights up to which a model is loaded whole."""
+MOST_BYTES = 8 * 2**30
+"""Float32 weights above which fewer layers than there are kinds of are loaded."""
+ADVICE = "report it with the model's name; or start all the same with trainer.canary.when=never"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that is compared."""
+
+    layers: int
+    of: int
+    nbytes: int
+    """Of its weights in float32."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has every layer."""
+        return self.layers == self.of
+
+    def __str__(self) -> str:
+        return f"all {self.of} layers" if self.is_whole else f"the first {self.layers} of {self.of} layers"
+
+
+def require_loaded(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> None:
+    """Refuse a checkpoint from which this code loads another model than transformers.
+
+    Files that have passed are not compared again: an empty file beside the cache of shards records it.
+
+    Args:
+        is_packed: whether rows hold more than one document.
+
+    Raises:
+        ConfigError: the logits differ, or transformers cannot load the model.
+    """
+    reason = _skip_reason(source)
+    if reason:
+        log.info("check of the loaded model against transformers: skipped (%s)", reason)
+        return
+    passed = _record_of(source, lora=lora, is_packed=is_packed)
+    if passed.exists():
+        return
+    text = f"model.path={source.model.path}"
+    done = _compared(source, lora=lora, is_packed=is_packed)
+    if done.reason:
+        if not done.is_fault:
+            log.warning("check of the loaded model against transformers: skipped (%s)", done.reason)
+            return
+        raise ConfigError(f"{text}; transformers {transformers.__version__} {done.reason}; {ADVICE}.")
+    if not done.apart <= TOLERANCE:
+        raise ConfigError(
+            f"{text}; as it is loaded here it computes other logits than transformers {transformers.__version__} does "
+            f"from the same files: {done}; {ADVICE}."
+        )
+    log.info("check of the loaded model against transformers: %s", done)
+    with suppress(OSError):  # where the home folder is not writable, the check is made each time
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
+    """Return what is wrong with a model that was written, as transformers reads it from its folder; None if nothing.
+
+    Its config and its class are compared with those of the model that wrote it, over the tensors of its files.
+    """
+    written = copy.copy(source)
+    written.folder, written.random, written.model = Path(folder), False, replace(source.model, path=folder)
+    written.whole_config = written.config
+    reason = _skip_reason(written) or ("its linear layers compute otherwise" if source.model.linear != "plain" else "")
+    if reason:
+        log.info("check of %s by transformers: skipped (%s)", folder, reason)
+        return None
+    done = _compared(written, lora=LoraConfig(r=0), is_packed=False)
+    if done.reason:
+        if not done.is_fault:
+            log.warning("check of %s by transformers: skipped (%s)", folder, done.reason)
+            return None
+        return f"{folder}, read back by transformers {transformers.__version__}: it {done.reason}"
+    if not done.apart <= TOLERANCE:
+        return f"{folder}, read back by transformers {transformers.__version__}, computes other logits: {done}"
+    log.info("check of %s by transformers: %s", folder, done)
+    return None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Outcome of a comparison."""
+
+    part: Part
+    apart: float = math.nan
+    """Largest difference of logits, as a share of the largest logit."""
+    seconds: float = 0.0
+    reason: str = ""
+    """Why nothing was compared."""
+    is_fault: bool = False
+    """Whether that is a fault of the model."""
+
+    def __str__(self) -> str:
+        return (
+            f"with {self.part} they are {self.apart:.2g} of the largest apart, and rounding explains {TOLERANCE:g} "
+            f"({self.seconds:.1f} s)"
+        )
+
+
+def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> _Compared:
+    """Compare as much of a model as the host's memory holds.
+
+    Raises:
+        ConfigError: the model of training cannot compute.
+    """
+    part, began = part_of(source), time.monotonic()
+    needed, free = 5 * part.nbytes // 4, psutil.virtual_memory().available
+    if needed > free:
+        memory = f"{needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
+        return _Compared(part, reason=f"{part} need {memory}")
+    try:
+        apart = difference(source, part, lora=lora, is_packed=is_packed)
+    except ConfigError:
+        raise
+    except (*UNFIT, OSError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return _Compared(part, reason=f"cannot compute with {part} ({why})", is_fault=part.is_whole)
+    return _Compared(part, apart, time.monotonic() - began)
+
+
+def _skip_reason(source: HuggingFaceModel) -> str:
+    """Return why there is nothing to compare; empty where there is."""
+    if source.random or source.folder is None:
+        return "random weights"
+    if source.head == OWN_HEAD:
+        return "transformers has no such class"
+    if source.model.linear == "bitnet" or source.packing is not None:
+        return "transformers computes with other weights than are read"
+    return ""
+
+
+def _record_of(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> Path:
+    """Return the empty file that records that these files have passed, with this version of the code."""
+    assert source.folder is not None
+    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {is_packed} {lora.r > 0}".encode())
+    digest.update(f"{source.head} {source.causal} {source.runs_code} {source.model.attention}".encode())
+    for file in sorted(source.folder.iterdir()):
+        if file.suffix in (".safetensors", ".json", ".py"):
+            status = file.stat()
+            digest.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+    own = (attention, buffers, build, conversion, experts, forward, huggingface, adapters)
+    for path in (__file__, *(str(module.__file__) for module in own)):
+        digest.update(Path(path).read_bytes())
+    return Path(default_folder()).parent / "loaded" / digest.hexdigest()[:32]
+
+
+def part_of(source: HuggingFaceModel) -> Part:
+    """Return how much of a model is compared: all of a small one, and every kind of layer of a large one."""
+    whole = _on_meta(source, source.whole_config)
+    total = _nbytes(whole)
+    count = int(getattr(source.config, "num_hidden_layers", 0) or 0)
+    _, layers = decoder_layers(_on_meta(source, source.config))
+    if total <= BYTES or count < 2 or len(layers) != count:
+        return Part(max(count, 1), max(count, 1), total)
+    sizes, rest = [_nbytes(layer) for layer in layers], total - _nbytes(layers)
+    kinds = [_kind(layer, config=source.config, index=index) for index, layer in enumerate(layers)]
+    wanted = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    while wanted < count and rest + sum(sizes[: wanted + 1]) <= BYTES:
+        wanted += 1
+    while wanted > 1 and rest + sum(sizes[:wanted]) > MOST_BYTES:
+        wanted -= 1
+    return Part(wanted, count, rest + sum(sizes[:wanted]))
+
+
+def _on_meta(source: HuggingFaceModel, config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return source.built(config, dtype=torch.float32, trust_remote_code=source.runs_code)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return 4 * sum(p.numel() for p in module.parameters())
+
+
+def _kind(layer: nn.Module, *, config: PretrainedConfig, index: int) -> str:
+    """Return a text that is equal for layers that differ only in their weights."""
+    lists = [value[index] for value in vars(config).values() if isinstance(value, list) and index < len(value)]
+    held = [(name, tuple(p.shape)) for name, p in layer.state_dict().items()]
+    return f"{type(layer)} {lists} {held}"
+
+
+def difference(source: HuggingFaceModel, part: Part, *, lora: LoraConfig, is_packed: bool) -> float:
+    """Return the largest difference of the two models' logits, as a share of the largest logit.
+
+    Raises:
+        ConfigError: the model of training cannot compute.
+    """
+    shallow = with_layers(source, part.layers)
+    lengths = LENGTHS if is_packed else LENGTHS[:1]
+    ids = _random_ids(shallow.config, sum(lengths))
+    with torch.no_grad(), without_attention_kernel():
+        expected = _by_transformers(shallow, ids, lengths=lengths)
+        try:
+            found = _by_us(shallow, ids, lengths=lengths, lora=lora)
+        except ConfigError:
+            raise
+        except UNFIT as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise ConfigError(
+                f"model.path={source.model.path} with lora.targets=[{', '.join(lora.targets)}]; transformers computes "
+                f"with it, and the model that would be trained does not ({reason}); try lora.targets=[q_proj, v_proj], "
+                f"or {ADVICE}."
+            ) from error
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def with_layers(source: HuggingFaceModel, layers: int) -> HuggingFaceModel:
+    """Return the source of the same checkpoint's first layers, dense and in float32."""
+    made = copy.copy(source)
+    for name in ("_tensors_by_name", "_on_meta_once", "_tied_on_meta", "_tied", "_prefixes", "new_head"):
+        vars(made).pop(name, None)
+    made.model = replace(source.model, dtype="float32", base="dense", linear="plain", stack="unrolled")
+    made.dtype = torch.float32
+    made.reads_all = False
+    is_whole = source.whole_config is source.config
+    made.whole_config = copy.deepcopy(source.whole_config)
+    made.config = made.whole_config if is_whole else decoder_config(made.whole_config)
+    made.config._attn_implementation = source.config._attn_implementation
+    made.config._experts_implementation = source.config._experts_implementation
+    _cut(made.config, layers)
+    return made
+
+
+def _cut(config: PretrainedConfig, layers: int) -> None:
+    """Leave the first layers in a config, and what it says of each of them."""
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None or not layers or layers == count:
+        return
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
+
+
+def _random_ids(config: PretrainedConfig, count: int) -> Tensor:
+    """Draw token ids (T,) from the whole vocabulary, without padding."""
+    ids = torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+    special = getattr(config, "pad_token_id", None)
+    return torch.where(ids == special, (ids + 1) % config.vocab_size, ids) if isinstance(special, int) else ids
+
+
+def _by_transformers(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[int, ...]) -> Tensor:
+    """Return what transformers computes for each document alone, (T, V) or (T, H)."""
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.runs_code)
+    own = decoder_config(config)
+    _cut(own, getattr(source.config, "num_hidden_layers", 0))
+    config._attn_implementation = config._experts_implementation = "eager"
+    config.use_cache = own.use_cache = False
+    given: dict[str, Any] = {"config": config, "dtype": torch.float32, "trust_remote_code": source.runs_code}
+    with _silent():
+        module = huggingface.HEADS[source.head].auto.from_pretrained(source.folder, **given).eval()
+    hidden: list[Tensor] = []
+    if source.head == CLASSIFIER:  # its head may be new; what its class gives to its layers is not (Longformer's)
+        module.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0]))
+    logits = [module(input_ids=part[None]).logits[0] for part in ids.split(lengths)]
+    return torch.cat(hidden or logits)
+
+
+def _by_us(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[int, ...], lora: LoraConfig) -> Tensor:
+    """Return what the model of training computes for documents in one row with padding behind them."""
+    start = replace(lora, init="b_zero", dropout=0.0)
+    built = build_model(source, lora=start, seed=0, place=lambda tensor, *, name: tensor)
+    module = built.module.eval()
+    padding = torch.zeros(PADDING, dtype=torch.int64)
+    segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
+    positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
+    batch = {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
+    causal = source.head == "causal_lm" or source.causal
+    if source.head != CLASSIFIER:
+        return forward.logits_of(module, built.trainable, batch, causal=causal)[0, : len(ids)]
+    inputs = forward.model_inputs(module, batch, causal=causal)
+    with forward.in_module_dtype(module, built.trainable) as own, forward.mask_in_layers_alone(module):
+        base = {f"module.{name}": tensor for name, tensor in own.items()}
+        states: Tensor = functional_call(_Base(module), base, kwargs=inputs, tie_weights=True)
+    return states[0, : len(ids)]
+
+
+class _Base(nn.Module):
+    """A model up to its head, which holds the whole, so that parameters keep their names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Tensor:
+        whole: Any = self.module
+        states: Tensor = whole.base_model(**inputs).last_hidden_state
+        return states
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep transformers' warnings of layers that are left out, and its progress bars, from the terminal."""
+    level, bars = library_log.get_verbosity(), library_log.is_progress_bar_enabled()
+    library_log.set_verbosity_error()
+    library_log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_log.set_verbosity(level)
+        if bars:
+            library_log.enable_progress_bar()
