@@ -46,6 +46,7 @@ from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.build import BuiltModel, build_model, describe
 from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.isolation import require_isolation, require_left_padding
@@ -408,13 +409,9 @@ class Case:
         """Compare the likeliest tokens after a prompt with those that transformers computes without a cache."""
         require_left_padding(source)
         prompt = rows["ids"][0, : DOCUMENTS[1]].tolist()
-        plain = self.built(source, r=0, folding=None)
-        for name, parameter in plain.trainable.items():
-            path, _, leaf = name.rpartition(".")
-            plain.module.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(parameter)
-        plain.module.tie_weights()  # type: ignore[operator]
+        module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=lambda tensor, name: tensor)
         how = {"num_rows": 1, "max_new_tokens": NEW, "tokens_per_call": 4, "seed": 0}
-        decoder = Decoder(plain.module, runtime=EagerRuntime(HwConfig(num_threads=1)), choice=ChoiceConfig(), **how)
+        decoder = Decoder(module, runtime=EagerRuntime(HwConfig(num_threads=1)), choice=ChoiceConfig(), **how)
         *_, (ours,) = decoder.stream([prompt], draws=[0], bucket=BUCKET)
         theirs = torch.tensor([prompt])
         with torch.no_grad():

@@ -47,6 +47,7 @@ def found():
         ("phimoe", "flash"),  # a router that is a Linear and returns a tuple
         ("axk1", "flash"),  # a buffer that a checkpoint may lack, and has
         ("got_ocr2", "flash"),  # a head that is tied by the config of the whole
+        ("camembert", "flash"),  # the head is registered before the embedding that it is tied to
         ("codegen", "eager"),  # flash ignores documents
         ("roberta", "flash"),  # the first position is 2
     ],

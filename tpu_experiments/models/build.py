@@ -412,6 +412,9 @@ def placed_weights(
         ConfigError: `weights` leaves one out, which would stay without values.
     """
     trainable: dict[str, Tensor] = {}
+    names: dict[int, list[str]] = {}  # a tied weight has several; RoBERTa's kin name the head's first
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     lacking = {name for name, _ in module.named_parameters()}
     passed_bytes = 0
     for item in weights:
@@ -426,7 +429,10 @@ def placed_weights(
             # A Parameter is an alias of the tensor. In spmd torch_xla writes to the tensor behind it, and a program's
             # result replaces what the alias has: one that steps write into has to be the tensor itself.
             is_written = leaf == "weight" and isinstance(owner, LoraLinear) and owner.is_written
-            owner._parameters[leaf] = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
+            held = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
+            for name in names.pop(id(owner._parameters[leaf])):
+                path, _, leaf = name.rpartition(".")
+                module.get_submodule(path)._parameters[leaf] = held  # type: ignore[assignment]
         passed_bytes += item.tensor.nbytes
         del item  # otherwise it stays allocated while the next tensor is read
         if passed_bytes >= TRIM_BYTES:
