@@ -93,8 +93,8 @@ def test_the_content_of_an_own_reader_is_its_documents():
 def test_data_of_earlier_reading_rules_is_not_used(tmp_path, tokenizer, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", rows())
     folders = set()
-    for version in (keys_module.READING, keys_module.READING + 1):
-        monkeypatch.setattr(keys_module, "READING", version)
+    for version in (keys_module.CHAT_VERSION, keys_module.CHAT_VERSION + 1):
+        monkeypatch.setattr(keys_module, "CHAT_VERSION", version)
         source = prepared({"a": chat_source(path)}, folder=tmp_path / "p", tokenizer=tokenizer)["a"]
         folders.add(source.folders[64])
     assert len(folders) == 2

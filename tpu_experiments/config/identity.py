@@ -77,7 +77,7 @@ MAY_CHANGE = (
 
 UNSET: dict[str, Any] = {
     **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
-    **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop"},
+    **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop", "rewritten_answers": "split"},
     "tokens_per_parameter": None,
     "label_field": None,
     "weight_decay": None,

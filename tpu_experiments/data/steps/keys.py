@@ -24,11 +24,8 @@ from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_
 VERSION = 3
 """Incremented when the same input yields other tokens or rows, or another file layout."""
 
-CHAT_VERSION = 3
-"""Incremented when the same conversation yields other tokens, or another loss mask."""
-
-READING = 1
-"""Incremented when the same row gives another document, is refused, or has other fields that are not read."""
+CHAT_VERSION = 4
+"""Incremented when the same row gives another conversation, other tokens, or another loss mask."""
 
 RECOGNITION = 2
 """Incremented when `format: auto` recognises the same rows as another format."""
@@ -60,7 +57,6 @@ def tokens_key(
     return short_hash(
         {
             "version": VERSION,
-            "reading": READING,
             "content": content,
             "kind": spec.kind,
             "format": spec.format,
