@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import resource
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -453,10 +454,11 @@ class Case:
         found = torch.autograd.grad(loss, list(theirs.values()), allow_unused=True)
         by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=True)}
         largest = max(float(g.abs().max()) for g in by_name.values())
-        return max(
+        shares = [
             float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
             for name, grad in by_name.items()
-        )
+        ]
+        return max(share if share == share else float("inf") for share in shares)
 
     def _with_adapter(self, source: HuggingFaceModel, built: BuiltModel) -> nn.Module:
         """Return transformers' model with the adapter as PEFT reads it; merged where PEFT does not take the model."""
@@ -604,7 +606,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def short(sentence: str) -> str:
     """Return what a refusal says between its key and its remedy."""
     parts = sentence.replace("|", "/").split("; ")
-    return (parts[1] if len(parts) > 1 else parts[0])[:170]
+    return textwrap.shorten(parts[1] if len(parts) > 1 else parts[0], 170, placeholder=" ...")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from tests.benchmarks.decoders import small_config, tried
 from tpu_experiments.models.attention import same_chunk
 from tpu_experiments.models.forward import attention_masks
+from tpu_experiments.models.huggingface import count_problems
 from tpu_experiments.models.lora import is_linear
 from tpu_experiments.models.rope import row_limits
 
@@ -152,3 +153,11 @@ def test_a_triangular_system_on_torch_xla_is_refused_by_name():
             NoHostReads("train", device_type="xla", count_reads=lambda: 0),
         ):
             solve(matrix, matrix, upper=False)
+
+
+def test_sizes_of_single_layers_are_counted():
+    config = small_config("gemma3n_text")
+    assert count_problems(config, where="x") == []
+    config.intermediate_size = [96, 0, 96, 96]
+    assert "intermediate_size=[96, 0, 96, 96]" in count_problems(config, where="x")[0]
+    assert count_problems(small_config("gemma4_text"), where="x") == []

@@ -768,8 +768,9 @@ def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
     problems = []
     for name, most in COUNTS.items():
         value = global_value(config, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-        if value is not None and not is_count:
+        each = value if isinstance(value, list) and value else [value]  # Gemma 3n has one of each layer
+        are_counts = all(isinstance(one, int) and not isinstance(one, bool) and 0 < one <= most for one in each)
+        if value is not None and not are_counts:
             problems.append(f"{where} has {name}={value!r:.60}; it must be a whole number from 1 to {most}.")
     return problems
 
