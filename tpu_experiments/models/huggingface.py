@@ -145,6 +145,10 @@ _STATE = "their layers hand a state from token to token, past the mask that keep
 NOT_BUILT = {
     "bitnet": "their weights would be trained as dense ones, without the ternary values that they compute with, which "
     "model.linear=bitnet trains",
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text"),
+        "the gradients of a row's padding are NaN in their layers, since the deviation of zeros has none",
+    ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2"), _STATE),
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
