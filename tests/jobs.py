@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 
 TINY_JOB = ("model=tiny", "data=[sample_text,sample_chat]")
+SHORT_ROWS = "model.row_tokens=128"
+"""Of the tiny model in tests, where short rows are quick."""
 IS_OVERRIDE = re.compile(r"[^-].*=|~")
 
 
@@ -12,4 +14,5 @@ def of_tiny_job(overrides: Sequence[str]) -> list[str]:
     if any(word.startswith("experiment=") for word in overrides):
         return [*overrides]
     first = next((at for at, word in enumerate(overrides) if IS_OVERRIDE.match(word)), len(overrides))
-    return [*overrides[:first], *TINY_JOB, *overrides[first:]]
+    rows = [] if any(word.startswith("model=") for word in overrides) else [SHORT_ROWS]
+    return [*overrides[:first], *TINY_JOB, *rows, *overrides[first:]]

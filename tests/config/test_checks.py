@@ -20,7 +20,10 @@ CASES = {
     "unknown key of a source": (["data.sample_text.pth=x"], ["data.sample_text.pth=x; ", "Did you mean 'path'?"]),
     "unknown key, added": (["++lora.rank=3"], ["lora.rank=3; there is no such key. Did you mean 'r'?"]),
     "unknown top-level key, added": (["+sede=1"], ["sede=1; there is no such key. Did you mean 'seed'?"]),
-    "rank of no adapter": (["lora.r=0"], ["lora.r=0 with adapters chosen", "write lora=none to train every weight"]),
+    "rank of no adapter": (
+        ["lora.r=0"],
+        ["lora.r=0 with lora.targets=[q_proj, ", "write lora=none, which has no targets"],
+    ),
     "removed key": (["~lora.r"], ["~lora.r; a setting cannot be removed; give it another value"]),
     "removed group": (["~lora"], ["lora=???; no choice is made; write lora=NAME", "all_linear_r16"]),
     "nothing to remove": (["~loar"], ["~loar; there is nothing of that name", "Did you mean 'lora'?"]),
@@ -60,7 +63,7 @@ CASES = {
     ),
     "micro-batch": (
         ["trainer.micro_batch_rows=3"],
-        ["trainer.micro_batch_rows=3 does not divide the 4 rows", "use one of 1, 2, 4."],
+        ["trainer.micro_batch_rows=3 does not divide the 16 rows", "use one of 1, 2, 4, 8, 16."],
     ),
     "row too long": (
         ["trainer.seq_len=2048"],
@@ -166,7 +169,7 @@ CASES = {
     ),
     "rows that cannot be shorter": (
         ["curriculum.stages.text.shorter=5"],
-        ["curriculum.stages.text.shorter=5 does not divide rows of 384 tokens", "use one of 1, 2, 3, 4, 6, 8"],
+        ["curriculum.stages.text.shorter=5 does not divide rows of 128 tokens", "use one of 1, 2, 4, 8, 16"],
     ),
     "stage without a source": (
         ["data=wiki_ro", "curriculum.stages.text.kind=chat"],

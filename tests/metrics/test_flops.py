@@ -62,7 +62,8 @@ def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monke
     for module in (mlstm, flops_module):
         monkeypatch.setattr(module, "chunk_of", lambda _: chunk)
     words = ["model=xlstm_small", "model.size=tiny", "model.dtype=float32"]
-    config = composed(*words, f"lora={lora}", "lora.targets=[all-linear]")
+    targets = [] if lora == "none" else ["lora.targets=[all-linear]"]
+    config = composed(*words, f"lora={lora}", *targets)
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime)
     batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)

@@ -80,8 +80,8 @@ def test_documents_in_a_row_are_refused_and_one_is_right(name, attention, found)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "transformers' bloom cannot be given the masks and positions of documents"),
-        ("xlm", "transformers' xlm cannot be given the masks and positions of documents"),
+        ("bloom", "transformers' bloom does not compute with the masks and positions of documents"),
+        ("xlm", "transformers' xlm does not compute with the masks and positions of documents"),
         ("phi3: LongRoPE of long rows", "original_max_position_embeddings=16"),
         ("bert: an encoder", "not those that it computes for a document alone"),
     ],

@@ -66,7 +66,7 @@ def test_an_attention_that_the_model_has_not_is_refused() -> None:
     source = source_of("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     source.config._attn_implementation = source.model.attention = "sdpa"
     with pytest.raises(
-        ConfigError, match=r"model\.attention=sdpa; transformers' gpt_oss cannot compute .*attention=eager"
+        ConfigError, match=r"model\.attention=sdpa; transformers' gpt_oss does not compute .*attention=eager"
     ):
         source.empty()
 

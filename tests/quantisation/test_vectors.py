@@ -93,7 +93,7 @@ def test_on_torch_xla_the_weight_is_gathered_in_one_program(layer, how):
     made = encoded(*layer, how, seed=0)
     x = torch.randn(3, 96)
     expected = torch.nn.functional.linear(x, made.decode(), torch.ones(96))
-    linear = VectorLinear(made, torch.ones(96)).to(torch_xla.device())
+    linear = VectorLinear(made, torch.nn.Parameter(torch.ones(96))).to(torch_xla.device())
     given = x.to(torch_xla.device())
     torch_xla.sync()
     met.clear_all()

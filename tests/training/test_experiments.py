@@ -74,6 +74,7 @@ def test_main_job_leaves_a_whole_run_folder(tmp_path):
     assert {path.name for path in (folder / "adapter").iterdir()} == {
         "adapter_model.safetensors",
         "chat_template.jinja",
+        "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "adapter_config.json",

@@ -320,8 +320,8 @@ def _model(config: Config) -> list[str]:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     if config.lora.r == 0 and config.lora.targets:
         problems.append(
-            "lora.r=0 with adapters chosen (lora.targets); an adapter of rank 0 has nothing to train; write lora=none "
-            "to train every weight, or lora.r=8."
+            f"lora.r=0 with lora.targets=[{', '.join(config.lora.targets)}]; an adapter of rank 0 has nothing to "
+            "train; write lora=none, which has no targets, to train every weight, or lora.r=8."
         )
     problems += _variants(config)
     problems += _base(config)

@@ -388,7 +388,8 @@ class HuggingFaceModel:
         way = "use model.attention=eager" if self.model.attention != "eager" else "take another model"
         return ConfigError(
             f"{self._config_origin} with model.attention={self.model.attention}; transformers' "
-            f"{self.config.model_type} cannot be given the masks and positions of documents ({one_line(error)}); {way}."
+            f"{self.config.model_type} does not compute with the masks and positions of documents "
+            f"({one_line(error)}); {way}."
         )
 
     def _computes_alone(self) -> bool:

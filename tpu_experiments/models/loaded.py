@@ -294,9 +294,11 @@ def _by_transformers(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[in
     _cut(own, getattr(source.config, "num_hidden_layers", 0))
     config._attn_implementation = config._experts_implementation = "eager"
     config.use_cache = own.use_cache = False
-    given: dict[str, Any] = {"config": config, "dtype": torch.float32, "trust_remote_code": source.runs_code}
+    auto = huggingface.HEADS[source.head].auto
     with _silent():
-        module = huggingface.HEADS[source.head].auto.from_pretrained(source.folder, **given).eval()
+        module = auto.from_pretrained(
+            source.folder, config=config, dtype=torch.float32, trust_remote_code=source.runs_code
+        ).eval()
     hidden: list[Tensor] = []
     if source.head == CLASSIFIER:  # its head may be new; what its class gives to its layers is not (Longformer's)
         module.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state[0]))

@@ -159,7 +159,9 @@ def _as_meant(
         taken,
         line,
     )
-    own: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
+    own: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+        place, revision=revision, trust_remote_code=False
+    )
     return own
 
 
