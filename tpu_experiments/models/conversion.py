@@ -23,17 +23,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.quantisation.parts import SHAPE, PartsLayout
+from tpu_experiments.storage.tensors import DTYPES as STORED
 
 WEIGHTS_INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {name: dtype for name, dtype in STORED.items() if dtype.is_floating_point}
+CODES = {name: dtype for name, dtype in STORED.items() if not dtype.is_floating_point}
 """Data types of buffers, and of what stands for quantised weights (quantisation/parts.py)."""
 
 
