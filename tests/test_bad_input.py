@@ -27,6 +27,10 @@ CASES = {
         CHAT + "unanswered.json",
         ["no row is left to train on (1 documents were read, left out: 1 no_answer)"],
     ),
+    "nothing to evaluate on": (
+        "data=sample_chat data.sample_chat.eval_fraction=0",
+        ["data.sample_chat.eval_fraction=0.0; of its 133 documents none is left to evaluate on", "eval_path=FILE"],
+    ),
     "no chat template": (
         "model.tokenizer_path={tmp}/tokenizer",
         ["has no chat template; set model.chat_format=chatml"],
@@ -55,7 +59,7 @@ CASES = {
     ),
     "row longer than the checkpoint allows": (
         "model.path={tmp}/short ~model.arch.max_position_embeddings",
-        ["trainer.seq_len=896 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],
+        ["trainer.seq_len=128 (stage text) is longer than model.path={tmp}/short allows (max_position_embeddings=64)"],
     ),
 }
 

@@ -479,8 +479,9 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
         is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
         alike = f"set {key}.split_by=document if many begin with the same question, " if is_by_turn else ""
         raise ConfigError(
-            f"{key}.eval_fraction={eval_fraction}; no row was held out ({read}); raise it, set it to 0, "
-            f"{alike}or add documents to {tokens.spec.path}."
+            f"{key}.eval_fraction={eval_fraction}; no row was held out ({read}); raise it, name held-out ones "
+            f"with {key}.eval_path=FILE, {alike}add documents to {tokens.spec.path}, or, where another source holds "
+            "some out, set it to 0."
         )
 
 

@@ -67,6 +67,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
     start = start_of(config, folder)
     inputs = replace(make_inputs(config), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
+    check_held_out(inputs)
     require_exportable(model_source(config), config=config, inputs=inputs)
     check_findings(config, inputs, said=set() if said is None else said)
     new_length(folder, inputs, config)  # says what a run of another length cannot resume from
@@ -317,6 +318,23 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
                 f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
                 "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
             )
+
+
+def check_held_out(inputs: RunInputs) -> None:
+    """Refuse data without a row to evaluate on.
+
+    Raises:
+        ConfigError: the evaluation splits of all sources are empty.
+    """
+    manifests = {name: source.manifests[inputs.eval_seq_len] for name, source in inputs.sources.items()}
+    if any(manifest["splits"]["evaluation"]["rows"] for manifest in manifests.values()):
+        return
+    name, manifest = next(iter(manifests.items()))
+    raise ConfigError(
+        f"data.{name}.eval_fraction={manifest['config'].get('eval_fraction')}; of its {manifest['documents_out']:,} "
+        "documents none is left to evaluate on, and a run is evaluated before its first step and after its last; set "
+        f"data.{name}.eval_fraction=0.5, add documents, or name held-out ones with data.{name}.eval_path=FILE."
+    )
 
 
 def check_findings(config: Config, inputs: RunInputs, *, said: set[str]) -> None:
