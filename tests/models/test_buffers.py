@@ -276,3 +276,16 @@ def test_three_steps_on_torch_xla_are_those_of_plain_torch(kind, tmp_path, make_
     assert losses == pytest.approx(Run(config, EagerRuntime(config.hw)).losses(batches), abs=2e-4)
     assert losses[2] < losses[0] - 0.01
     assert {buffer.device.type for buffer in run.model.module.buffers()} == {"xla"}
+
+
+def test_a_class_may_set_the_buffers_of_its_parts():
+    from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
+
+    states = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+    arch = {"model_type": "falcon_h1", **SIZES, **states, "ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    source = HuggingFaceModel(
+        ModelConfig(name="x", path="", init="random", dtype="float32", attention="eager", arch=arch), seed=0
+    )
+    module = source.empty()
+    for layer in module.model.layers:
+        assert torch.equal(layer.mamba.mup_vector, compute_mup_vector(source.config))
