@@ -151,7 +151,7 @@ def test_what_a_model_computes_from_some_length_on_is_reached_by_the_copy():
 @pytest.mark.parametrize("model_type", ["bloom", "xlm"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_a_class_that_takes_no_ready_masks_is_refused(model_type, is_packed):
-    with pytest.raises(ConfigError, match=f"transformers' {model_type} cannot be given the masks and positions"):
+    with pytest.raises(ConfigError, match=f"transformers' {model_type} does not compute with the masks and positions"):
         require_isolation(source_of(model_type, attention="eager"), is_packed=is_packed)
 
 
