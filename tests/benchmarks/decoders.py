@@ -40,7 +40,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -478,7 +478,7 @@ class Case:
                 whole: nn.Module = peft.PeftModel.from_pretrained(read_back(self.folder), place)
                 return whole.eval()
             except Exception as error:  # PEFT's own, of a model that it does not know
-                self.found["peft"] = one_line(error)
+                self.found["peft"] = one_line(error, most=300)
         merged = read_back(self.folder)
         for name, is_transposed in adapted_weights(built.module).items():
             outer = source.outer_name(name)
@@ -518,11 +518,6 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{path}.{part}.default.weight"
 
 
-def one_line(error: BaseException) -> str:
-    """Return the kind and text of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def tried(model_type: str) -> dict[str, Any]:
     """Compare one type in this process."""
     with tempfile.TemporaryDirectory() as place:
@@ -533,13 +528,18 @@ def tried(model_type: str) -> dict[str, Any]:
             count = sum(p.numel() for p in reference.parameters())
             alone(reference, rows_of(DOCUMENTS[:1]))
         except Exception as error:  # each class checks and computes in its own way
-            return {"outcome": "no config", "why": one_line(error), "where": traceback.format_exc()[-1500:]}
+            return {"outcome": "no config", "why": one_line(error, most=300), "where": traceback.format_exc()[-1500:]}
         case = Case(model_type, Path(place), reference)
         try:
             return case.compare() | {"parameters": count}
         except Exception as error:
             where = traceback.format_exc()[-3000:]
-            return case.found | {"outcome": "traceback", "why": one_line(error), "where": where, "parameters": count}
+            return case.found | {
+                "outcome": "traceback",
+                "why": one_line(error, most=300),
+                "where": where,
+                "parameters": count,
+            }
 
 
 def in_child(model_type: str, answers: Connection, *, gib: float) -> None:

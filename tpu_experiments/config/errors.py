@@ -12,6 +12,11 @@ class ConfigError(ValueError):
     """
 
 
+def one_line(error: BaseException, *, most: int = 200) -> str:
+    """Return the kind of an error and at most so many characters of its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}".removesuffix(": ")
+
+
 def failure_of(error: Exception) -> str:
     """Return what went wrong, and where, when a module of the user's own was imported."""
     place = traceback.extract_tb(error.__traceback__)[-1]

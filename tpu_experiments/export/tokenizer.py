@@ -8,17 +8,16 @@ read back as it will be read, and compared with the tokenizer that trained.
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import logging as library_log
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.data.tokens.tokenizer import AS_WRITTEN, GENERIC, HARD_LINES, first_apart
 from tpu_experiments.data.tokens.words import backend_of
+from tpu_experiments.models.huggingface import silent
 from tpu_experiments.storage import paths
 
 SETTINGS = "tokenizer_config.json"
@@ -109,10 +108,10 @@ def _what_names_a_class(config: PretrainedConfig) -> dict[str, Any]:
 def _difference(folder: Path, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str]) -> str:
     """Return in what AutoTokenizer's reading of a folder differs from a tokenizer; empty where in nothing."""
     try:
-        with _quiet():
+        with silent():
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' classes raise a dozen unrelated types over files of another kind
-        return f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        return f"it cannot be read ({one_line(error, most=120)})"
     kind = type(found).__name__
     if not found.is_fast:
         return f"{kind} has no tokenizer.json"
@@ -130,14 +129,3 @@ def _difference(folder: Path, tokenizer: PreTrainedTokenizerBase, lines: Sequenc
         return f"{kind} has another chat template"
     ids = tokenizer(HARD_LINES[0], add_special_tokens=False)["input_ids"]
     return "" if found.decode(ids) == tokenizer.decode(ids) else f"{kind} writes {HARD_LINES[0]!r} otherwise"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what transformers says to those who named a class themselves."""
-    level = library_log.get_verbosity()
-    library_log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        library_log.set_verbosity(level)

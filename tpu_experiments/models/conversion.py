@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, conversion_mapping
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.quantisation.parts import SHAPE, PartsLayout
 from tpu_experiments.storage.tensors import DTYPES as STORED
 
@@ -307,10 +307,9 @@ def converted_tensors(
         try:
             made = converted(target, tuple(some), empty, converter=converter, module=module)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"model.path={some[0].stored.file.parent}; the checkpoint's {len(some)} tensors for {target}, first "
-                f"{some[0].key!r}, do not go together ({type(error).__name__}: {reason}); some of them are missing, or "
+                f"{some[0].key!r}, do not go together ({one_line(error)}); some of them are missing, or "
                 "they are not those of its config.json."
             ) from error
         for name, tensor in made.items():

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.forward import attention_input, by_layer_type, first_position, in_attention_form
-from tpu_experiments.models.huggingface import UNFIT, one_line
+from tpu_experiments.models.huggingface import UNFIT
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors, on_host
 

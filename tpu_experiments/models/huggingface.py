@@ -9,6 +9,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +32,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+from transformers.utils import logging as library_log
 
-from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
@@ -752,9 +754,18 @@ def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:
         ) from error
 
 
-def one_line(error: Exception) -> str:
-    """Return the kind and text of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep from the terminal what transformers tells those who call it themselves: warnings and progress bars."""
+    level, bars = library_log.get_verbosity(), library_log.is_progress_bar_enabled()
+    library_log.set_verbosity_error()
+    library_log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_log.set_verbosity(level)
+        if bars:
+            library_log.enable_progress_bar()
 
 
 def global_value(config: PretrainedConfig, name: str) -> Any:
@@ -773,7 +784,7 @@ def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
     problems = []
     for name, most in COUNTS.items():
         value = global_value(config, name)
-        each = value if isinstance(value, list) and value else [value]  # Gemma 3n has one of each layer
+        each = value if isinstance(value, list) and value else [value]  # some classes have one of each layer
         are_counts = all(isinstance(one, int) and not isinstance(one, bool) and 0 < one <= most for one in each)
         if value is not None and not are_counts:
             problems.append(f"{where} has {name}={value!r:.60}; it must be a whole number from 1 to {most}.")

@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.models import attention, classification, experts, forward, longformer, mlstm, xlstm
 from tpu_experiments.models.generation import without_kernel
-from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel, one_line
+from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
 from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as library_log
 
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models import attention, buffers, build, conversion, experts, forward, huggingface
 from tpu_experiments.models import lora as adapters
 from tpu_experiments.models.build import build_model
 from tpu_experiments.models.fold import decoder_layers
-from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, UNFIT, HuggingFaceModel, decoder_config
+from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, UNFIT, HuggingFaceModel, decoder_config, silent
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.storage.cache import default_folder
 
@@ -162,8 +160,7 @@ def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) ->
     except ConfigError:
         raise
     except (*UNFIT, OSError) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return _Compared(part, reason=f"cannot compute with {part} ({why})", is_fault=part.is_whole)
+        return _Compared(part, reason=f"cannot compute with {part} ({one_line(error)})", is_fault=part.is_whole)
     return _Compared(part, apart, time.monotonic() - began)
 
 
@@ -243,11 +240,10 @@ def difference(source: HuggingFaceModel, part: Part, *, lora: LoraConfig, is_pac
         except ConfigError:
             raise
         except UNFIT as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise ConfigError(
                 f"model.path={source.model.path} with lora.targets=[{', '.join(lora.targets)}]; transformers computes "
-                f"with it, and the model that would be trained does not ({reason}); try lora.targets=[q_proj, v_proj], "
-                f"or {ADVICE}."
+                f"with it, and the model that would be trained does not ({one_line(error)}); try "
+                f"lora.targets=[q_proj, v_proj], or {ADVICE}."
             ) from error
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -295,7 +291,7 @@ def _by_transformers(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[in
     config._attn_implementation = config._experts_implementation = "eager"
     config.use_cache = own.use_cache = False
     auto = huggingface.HEADS[source.head].auto
-    with _silent():
+    with silent():
         module = auto.from_pretrained(
             source.folder, config=config, dtype=torch.float32, trust_remote_code=source.runs_code
         ).eval()
@@ -336,17 +332,3 @@ class _Base(nn.Module):
         whole: Any = self.module
         states: Tensor = whole.base_model(**inputs).last_hidden_state
         return states
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep transformers' warnings of layers that are left out, and its progress bars, from the terminal."""
-    level, bars = library_log.get_verbosity(), library_log.is_progress_bar_enabled()
-    library_log.set_verbosity_error()
-    library_log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library_log.set_verbosity(level)
-        if bars:
-            library_log.enable_progress_bar()

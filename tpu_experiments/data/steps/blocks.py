@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.data_schema import CleanConfig
 from tpu_experiments.data.cleaning.clean import Cleaner
 from tpu_experiments.data.cleaning.duplicates import Signer, content_key, exact_key, group_key, prompt_key
-from tpu_experiments.data.documents import Document, Refused, SourceSpec
+from tpu_experiments.data.documents import REASONING, Document, Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.steps.notices import Arrays, notices_of
@@ -44,7 +44,7 @@ from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
 _TURN = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("train", pyarrow.bool_())])
-_EXTRAS = ("reasoning_content", "tool_calls", "name", "tool_call_id")
+_EXTRAS = (REASONING, "tool_calls", "name", "tool_call_id")
 _EXTRA_TURN = pyarrow.struct([*_TURN, *((name, pyarrow.string()) for name in _EXTRAS)])
 SCHEMA = pyarrow.schema(
     [

@@ -32,6 +32,7 @@ from jinja2.exceptions import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.documents import REASONING as CANONICAL
 from tpu_experiments.data.tokens.sandbox import TRAINING_DAY, TemplateLimit, rendered
 
 Messages = tuple[tuple[str, str], ...]
@@ -287,8 +288,6 @@ UNASKED = "does not begin as the generation prompt asks for it"
 THINK_TAGS = ("<think>", "</think>")
 REASONING = re.compile(r"reason|think|thought|rationale|cot$", re.IGNORECASE)
 """Names of the fields that templates read a turn's reasoning from."""
-CANONICAL = "reasoning_content"
-"""The name of a turn's reasoning in `Document.extras`."""
 THOUGHT = "<think>\n{}\n</think>\n\n{}"
 """Reasoning and content as one, as the models that think write them."""
 
