@@ -22,6 +22,8 @@ LAYER_OF = {
     "planning": 5,
     "tasks": 6,
     "sweeping": 6,
+    "command_line.py": 7,
+    "__main__.py": 8,
 }
 NAMES_TORCH_XLA = ("runtime/xla/", "runtime/kernels/on_xla.py", "runtime/processes/launch.py")
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import sys
 from collections.abc import Callable
 
@@ -71,12 +72,26 @@ def test_the_pace_leaves_the_compilation_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("tpu_experiments.loggers.console.time.monotonic", lambda: now)
     pace = Pace(0)
     now = 100.0
-    pace.advance(10)
-    assert pace.seconds_per_step == 10.0
+    pace.advance(10, is_steady=False)
+    assert math.isnan(pace.seconds_per_step)
+    assert pace.last_seconds_per_step == 10.0
     now = 101.0
-    pace.advance(20)
+    pace.advance(20, is_steady=True)
     assert pace.seconds_per_step == pytest.approx(0.1)
-    now = 111.0
-    pace.advance(30)
-    assert pace.seconds_per_step == pytest.approx(11 / 20)
-    assert pace.last_seconds_per_step == pytest.approx(1.0)
+    now = 151.0  # another program was compiled
+    pace.advance(30, is_steady=False)
+    assert pace.seconds_per_step == pytest.approx(0.1)
+    now = 153.0
+    pace.advance(40, is_steady=True)
+    assert pace.seconds_per_step == pytest.approx(3 / 20)
+
+
+def test_a_record_with_a_compilation_says_no_time_left(
+    make_context: MakeContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    logger = ConsoleLogger(make_context(), style="lines")
+    logger.scalars(1, {"train/loss": 2.5})
+    logger.scalars(2, RECORD)
+    assert caplog.messages[0].endswith("left -:--:--")
+    assert "left 0:" in caplog.messages[1]

@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -22,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.messages import choices, sentence
 from tpu_experiments.config.model_schema import ShardingConfig
@@ -168,9 +168,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float)
     return isinstance(value, hint)
-
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
 def variant(*overrides: str) -> Config:

@@ -17,10 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from tpu_experiments.config.errors import suggest
+from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.overlay import OWN_ENTRIES
 from tpu_experiments.config.schema import Config
-
-CONF = Path(__file__).parents[2] / "conf"
 
 GROUPS = {
     "task": "what the command does",

@@ -39,7 +39,7 @@ class ConsoleLogger:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Advance the bar or print a line for a training record; print a line for an evaluation."""
         if "train/loss" in values:
-            self._pace.advance(step)
+            self._pace.advance(step, is_steady="perf/tokens_per_second" in values)
             log.info(self._line(step, values), extra={"shown_by_bar": self._bar is not None})
             if self._bar is not None:
                 self._bar.set_postfix_str(_postfix(values), refresh=False)
@@ -78,30 +78,29 @@ class ConsoleLogger:
 
 
 class Pace:
-    """Wall-clock seconds per step, of the last record and since the first one.
+    """Wall-clock seconds per step: of the last record, and of all whose interval holds no compilation.
 
-    The time before the first record includes compilation, so it counts only until there is a second record.
+    No time left is said before there is one: with the compilation in it, the first would say hours for minutes.
     """
 
     def __init__(self, step: int) -> None:
-        self._first = self._last = (step, time.monotonic())
-        self._records = 0
-        self.seconds_per_step = self.last_seconds_per_step = math.nan
+        self._last = (step, time.monotonic())
+        self._steps, self._seconds = 0, 0.0
+        self.last_seconds_per_step = math.nan
 
-    def advance(self, step: int) -> None:
-        """Note a record at `step`, made now."""
+    @property
+    def seconds_per_step(self) -> float:
+        """Return the mean over the records without compilation; NaN before the first."""
+        return self._seconds / self._steps if self._steps else math.nan
+
+    def advance(self, step: int, *, is_steady: bool) -> None:
+        """Note a record at `step`, made now; `is_steady` where nothing compiled since the last."""
         now = (step, time.monotonic())
-        self.last_seconds_per_step = _slope(self._last, now)
-        self.seconds_per_step = _slope(self._first, now)
+        steps, seconds = step - self._last[0], now[1] - self._last[1]
+        self.last_seconds_per_step = seconds / steps if steps > 0 else math.nan
+        if is_steady:
+            self._steps, self._seconds = self._steps + steps, self._seconds + seconds
         self._last = now
-        self._records += 1
-        if self._records == 1:
-            self._first = now
-
-
-def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
-    steps = end[0] - start[0]
-    return (end[1] - start[1]) / steps if steps > 0 else math.nan
 
 
 def _number(values: dict[str, float], key: str, spec: str) -> str:

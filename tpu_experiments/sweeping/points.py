@@ -3,17 +3,15 @@
 import hashlib
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from tpu_experiments.config.folders import COMMAND
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder
 
-RUN = Path(__file__).parents[2] / "run.py"
 SWEEPS = "sweeps"
 MAX_NAME = 120  # characters; file systems allow 255 bytes, and a run's files append suffixes to the name
 OF_THE_SWEEP = ("name=", "output_dir=", "sweep=", "sweeping.", "hydra.", "hydra/")
@@ -67,7 +65,7 @@ def command_of(point: Point, *, given: str) -> list[str]:
 
     `hydra.mode=RUN` is added, since a preset of conf/sweep would turn on multirun again.
     """
-    command = [sys.executable, str(RUN), *point.options, *point.overrides, f"name='{point.name}'"]
+    command = [*COMMAND, *point.options, *point.overrides, f"name='{point.name}'"]
     command += [f"output_dir='{point.config.output_dir}'", "hydra.mode=RUN"]
     task = point.config.task
     if isinstance(task, PlanTaskConfig) and task.compiled_folder is None:
@@ -87,7 +85,7 @@ def pack_command(point: Point, *, folder: str) -> list[str]:
         folder: its `PackFolder`.
     """
     own = [override for override in member_overrides(point) if not override.startswith("task=")]
-    return [sys.executable, str(RUN), *point.options, *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
+    return [*COMMAND, *point.options, *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
 
 
 def shown_command(overrides: Sequence[str], *, name: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import COMMAND, PACKAGE, require_checkout
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.storage import lease, paths
@@ -18,10 +19,10 @@ from tpu_experiments.sweeping.engines import node
 from tpu_experiments.sweeping.engines.base import AsksOnSignal, Say, Started
 from tpu_experiments.sweeping.leaderboard import RECORD
 from tpu_experiments.sweeping.placement import own_cache, require_one_host, slots
-from tpu_experiments.sweeping.points import RUN, Point, command_of
+from tpu_experiments.sweeping.points import Point, command_of
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
-ROOT = str(RUN.parent)
+ROOT = str(PACKAGE.parent)
 MAX_LOSSES = 10  # nodes lost with one point: spot nodes are reclaimed a few times a day
 LEASE_SECONDS = 5.0  # between two looks at the lease that a lost node has left
 REACH_SECONDS = 10.0
@@ -155,6 +156,7 @@ class RayEngine(AsksOnSignal):
         self._shared: str | None = None
 
     def check(self, config: Config) -> None:
+        require_checkout("ray")
         require_one_host(config)
         if self.ray is None:
             self.ray = _imported()
@@ -218,7 +220,7 @@ class RayEngine(AsksOnSignal):
 
     def start(self, point: Point, *, slot: int, limit_seconds: float | None) -> Started:
         config = point.config
-        words = command_of(point, given=self._given)[2:]  # behind the interpreter and run.py, which are the node's
+        words = command_of(point, given=self._given)[len(COMMAND) :]  # the interpreter and run.py are the node's
         if config.hw.device == "tpu" and slots(config) > 1:
             words += own_cache(slot, config)
         return RayPoint(self, point, words)

@@ -22,18 +22,19 @@ from typing import Any
 import yaml
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import COMMAND, PACKAGE, require_checkout
 from tpu_experiments.config.schema import Config
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import is_transient
 from tpu_experiments.sweeping.engines.base import AsksOnSignal, Say, Started
 from tpu_experiments.sweeping.placement import require_one_host
-from tpu_experiments.sweeping.points import RUN, Point, command_of
+from tpu_experiments.sweeping.points import Point, command_of
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
-FILES = RUN.parent / "launch" / "sky"
+FILES = PACKAGE.parent / "launch" / "sky"
 ANY_HOST = "v6e8.yaml"
 """The file whose settings hold for machines that have none of their own."""
-OWN_SETTINGS = RUN.parent / "conf" / "local" / "default.yaml"
+OWN_SETTINGS = PACKAGE.parent / "conf" / "local" / "default.yaml"
 SENT_TO = "~/sky_workdir/conf/local/default.yaml"
 """git ignores the file, and SkyPilot does not send what git ignores."""
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
@@ -178,11 +179,11 @@ def job_of(point: Point, *, given: str, limit_seconds: float | None = None) -> d
         given: output_dir of the sweep's command line, where all points' compiled programs go.
         limit_seconds: the run is stopped then, with an exit code that restarts nothing (124, of coreutils' timeout).
     """
-    hw, words = point.config.hw, command_of(point, given=given)[2:]
+    hw, words = point.config.hw, command_of(point, given=given)[len(COMMAND) :]
     assert hw.rent is not None, "`SkyEngine.check` has refused it"
     own = FILES / f"{hw.name}.yaml"
     job: dict[str, Any] = yaml.safe_load((own if own.exists() else FILES / ANY_HOST).read_text(encoding="utf-8"))
-    job |= {"name": job_name(point), "workdir": str(RUN.parent)}
+    job |= {"name": job_name(point), "workdir": str(PACKAGE.parent)}
     job["resources"]["accelerators"] = f"tpu-{hw.rent.accelerator_type}"
     job["resources"]["accelerator_args"]["runtime_version"] = hw.rent.runtime_version
     job.pop("envs", None)
@@ -324,6 +325,7 @@ class SkyEngine(AsksOnSignal):
 
     def check(self, config: Config) -> None:
         asked, hw = "sweeping.engine=sky; ", config.hw
+        require_checkout("sky")
         if not self._sky:
             raise ConfigError(
                 f"{asked}there is no command sky on the PATH; install SkyPilot in an environment of its own "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import COMMAND
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.runtime.processes.tether import tied_command
@@ -21,7 +22,6 @@ from tpu_experiments.training.batches import prepared_folder
 
 log = logging.getLogger(__name__)
 WHOLE, KILLED = "whole", "killed"
-RUN = str(Path(sys.argv[0]).resolve())
 # XLA's multi-threaded CPU matrix products have no fixed order of summation: on a busy machine they differ by an ulp.
 ONE_ORDER = "--xla_cpu_multi_thread_eigen=false"
 SHOWN_LINES = 20
@@ -96,7 +96,7 @@ class Children:
         log.info("%s: %s", run, f"until it is killed after step {kill.after}, {kill.where}" if kill else "to its end")
         with output.open("wb") as file:
             code = subprocess.run(
-                tied_command([sys.executable, RUN, *self._common, f"name={run}", *kill_overrides(events, kill)]),
+                tied_command([*COMMAND, *self._common, f"name={run}", *kill_overrides(events, kill)]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment(self._config),

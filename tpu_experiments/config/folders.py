@@ -1,0 +1,26 @@
+"""Where the project's own configs and entry point are: in a checkout, or in an installed package."""
+
+import sys
+from pathlib import Path
+
+from tpu_experiments.config.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+IS_INSTALLED = (PACKAGE / "conf").is_dir()
+"""A wheel has conf/ inside the package; a checkout has it beside the package, and beside run.py."""
+CONF = PACKAGE / "conf" if IS_INSTALLED else PACKAGE.parent / "conf"
+COMMAND = (sys.executable, *(("-m", "tpu_experiments") if IS_INSTALLED else (str(PACKAGE.parent / "run.py"),)))
+"""Words that start a further process of this program, from any folder."""
+
+
+def require_checkout(engine: str) -> None:
+    """Refuse an engine of sweeps that sends this project's files to other machines, where it is installed as a wheel.
+
+    Raises:
+        ConfigError: there is no checkout.
+    """
+    if IS_INSTALLED:
+        raise ConfigError(
+            f"sweeping.engine={engine}; it starts the checkout's run.py on other machines, and this is the package in "
+            f"{PACKAGE}; clone the repository and run the sweep there, or use sweeping.engine=local."
+        )
