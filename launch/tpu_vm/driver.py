@@ -145,8 +145,9 @@ class Driver:
 
     def step(self) -> None:
         """Observe the resource once and execute one action."""
+        began_at = self.clock.now()
         seen = self.cloud.look(self.target)
-        self.account(seen)
+        self.account(seen, began_at=began_at)
         action = decide(self.record, seen, now=self.clock.now(), limits=self._limits())
         getattr(self, f"do_{action.kind}")(action, seen)
 
@@ -157,8 +158,11 @@ class Driver:
         )
         return replace(self.limits, usd_per_hour=price)
 
-    def account(self, seen: Seen) -> None:
-        """Update the record's billing times from the observed state."""
+    def account(self, seen: Seen, *, began_at: float) -> None:
+        """Update the record's billing times from the observed state.
+
+        What was seen may be as old as the look itself, whose beginning is `began_at`: a laptop may have slept since.
+        """
         now = self.clock.now()
         self.record = replace(self.record, absences=self.record.absences + 1 if seen.is_missing else 0)
         if seen.costs:
@@ -166,7 +170,7 @@ class Driver:
         elif seen.is_lost and not seen.is_missing:
             self.record = money.unseen(self.record, now=now, limits=self._limits())
         elif self.record.ready_at is None and not seen.is_missing:
-            self.record = replace(self.record, idle_at=now)
+            self.record = replace(self.record, idle_at=began_at)
         self.save()
 
     def stumble(self, error: CloudError, count: int) -> None:
@@ -259,6 +263,7 @@ class Driver:
     def delete(self) -> None:
         """Delete the resource; an accepted deletion makes its absence certain."""
         if self.cloud.delete(self.target) == "accepted":
+            self.record = money.deleted(self.record, now=self.clock.now(), limits=self._limits())
             self.save(is_absence_expected=True)
         self.clock.sleep(self.settings.poll_seconds)
 

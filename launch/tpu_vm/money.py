@@ -9,6 +9,10 @@ CLOSING_SECONDS = 420.0
 """Reserve within every limit for a checkpoint after SIGTERM (110 s), fetching and deletion."""
 
 
+BOOT_SECONDS = 30.0
+"""Less time than any machine takes from its request's last state without cost to READY."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a launch and the price of its machine."""
@@ -69,6 +73,14 @@ def unseen(record: Record, *, now: float, limits: Limits) -> Record:
         return record
     free_at = max(record.idle_at or record.created_at, now - limits.unseen_seconds)
     return began(replace(record, idle_at=free_at), now=now)
+
+
+def deleted(record: Record, *, now: float, limits: Limits) -> Record:
+    """Count a machine that came while its deletion was on its way, as on a laptop that slept meanwhile."""
+    free_at = record.idle_at or record.created_at
+    if free_at is None or now - free_at < BOOT_SECONDS:
+        return record
+    return unseen(record, now=now, limits=limits)
 
 
 def ended(record: Record, *, now: float, limits: Limits) -> Record:

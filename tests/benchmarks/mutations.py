@@ -404,6 +404,75 @@ DEFECTS = (
         "    if True:\n",
         _READERS,
     ),
+    Defect(
+        "state: a resume begins with averages equal to the parameters",
+        "tpu_experiments/checkpoint/state.py",
+        """            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}", slots[slot])
+""",
+        """            slots[slot] = placed(OPTIMIZER, f"{name}/{slot}", slots[slot])
+        if LAG in slots:
+            slots[LAG] = torch.zeros_like(slots[LAG])
+""",
+        "tests/training/test_resumed_state.py",
+    ),
+    Defect(
+        "state: a fresh optimizer is reset again by a resume in mid-stage",
+        "tpu_experiments/training/trainer.py",
+        """            if stage.optimizer == "fresh" and stage.index > 0:
+                self.state.update(""",
+        """        if stage.optimizer == "fresh" and stage.index > 0:
+            self.state.update(""",
+        "tests/training/test_resumed_state.py",
+    ),
+    Defect(
+        "state: torch's seed is the same at each step",
+        "tpu_experiments/training/trainer.py",
+        "seed_of(self.config.seed, self.progress.step, ",
+        "seed_of(self.config.seed, 0, ",
+        "tests/training/test_resumed_state.py",
+    ),
+    Defect(
+        "state: torch's seed leaves out the step",
+        "tpu_experiments/training/step.py",
+        '{seed}/{step}/{rank}"',
+        '{seed}/{rank}"',
+        "tests/training/test_resumed_state.py",
+    ),
+    Defect(
+        "state: a background save shares the live position",
+        "tpu_experiments/checkpoint/state.py",
+        "Snapshot(copy.deepcopy(progress), ",
+        "Snapshot(progress, ",
+        "tests/training/test_saver.py",
+    ),
+    Defect(
+        "schedule: wsd's decay is rounded down",
+        "tpu_experiments/optim/schedules.py",
+        "math.ceil(schedule.decay_fraction * num_steps)",
+        "int(schedule.decay_fraction * num_steps)",
+        "tests/optim/test_schedules.py",
+    ),
+    Defect(
+        "metrics: bits per byte count special tokens (the evaluation of a run)",
+        "tpu_experiments/training/evaluation.py",
+        "is_text = rows.segments_GT > 0 if self.widths is None else self.widths.is_text(rows.ids_GT)",
+        "is_text = rows.segments_GT > 0",
+        "tests/training/test_evaluate.py",
+    ),
+    Defect(
+        "metrics: bits per byte count special tokens (every reader of widths)",
+        "tpu_experiments/data/tokens/widths.py",
+        "return self.bytes_V[ids] > 0",
+        "return self.bytes_V[ids] >= 0",
+        "tests/training/test_evaluate.py",
+    ),
+    Defect(
+        "metrics: special tokens have bytes",
+        "tpu_experiments/data/tokens/widths.py",
+        '0 if added["special"] else ',
+        "",
+        "tests/training/test_evaluate.py",
+    ),
 )
 
 
@@ -425,8 +494,10 @@ def finder(defect: Defect, *, tree: Path) -> str | None:
     text = file.read_text(encoding="utf-8")
     if text.count(defect.old) != 1:
         raise SystemExit(f"{defect.file} has {text.count(defect.old)} times {defect.old!r}; mend this list")
-    file.write_text(text.replace(defect.old, defect.new), encoding="utf-8")
     tests = [name for name in dict.fromkeys(defect.tests.split()) if (tree / name).exists()]
+    if not tests:  # without a name pytest would run all
+        raise SystemExit(f"none of {defect.tests} is a tracked file; mend this list")
+    file.write_text(text.replace(defect.old, defect.new), encoding="utf-8")
     # A defect may make a test wait without end, which the limit of time finds.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout=120", "-p", "no:cacheprovider", *tests]
     try:

@@ -144,7 +144,7 @@ class FakeCloud:
         self.calls: list[list[str]] = []
         self.stdins: list[str] = []
         self.trouble: dict[int, str] = {}
-        """By number of the call: refuse, refuse_after, kill, kill_after, interrupt, absent, sleep."""
+        """By number of the call: refuse, refuse_after, kill, kill_after, interrupt, absent, sleep, sleep_after."""
         self.windows: list[tuple[str, float, float]] = []
         """Kind (offline, logged_out, no_ssh, full_disk), beginning and end on the clock."""
         self.deleted_running: list[str] = []
@@ -180,6 +180,8 @@ class FakeCloud:
         done = self.answer([word for word in words if word != "alpha"], stdin)
         if trouble == "kill_after":
             raise Killed
+        if trouble == "sleep_after":  # the answer is read when the lid is opened again
+            self.clock.sleep(30_000.0)
         if trouble == "interrupt":
             raise KeyboardInterrupt
         return Completed(1, err=UNAVAILABLE) if trouble == "refuse_after" else done

@@ -172,6 +172,23 @@ def test_killed_at_any_call_the_same_command_goes_on_to_the_end(tmp_path: Path, 
         assert (launcher.folder / "ro1" / "result.json").is_file()
 
 
+@pytest.mark.parametrize("how", ["sleep", "sleep_after"])
+@pytest.mark.parametrize(("queued", "lives"), [(60.0, 400.0), (4000.0, 700.0)], ids=["soon", "late"])
+def test_a_laptop_that_sleeps_at_any_call_counts_what_was_paid_meanwhile(
+    tmp_path: Path, how: str, queued: float, lives: float
+) -> None:
+    for call in range(1, 40):
+        fates = [Fate(queued=queued, lives=lives) for _ in range(4)]
+        cloud = FakeCloud(SimulatedClock(), fates=fates, work=600.0)
+        cloud.trouble = {call: how}
+        launcher = Launcher(cloud, tmp_path / f"{call}")
+        launcher.folder.mkdir()
+        launcher.train("poll_seconds=90", f"max_usd={MAX_USD}", f"usd_per_chip_hour={PRICE / 8}")
+        cloud.end_by_themselves()
+        paid = cloud.billed_seconds / 3600 * PRICE
+        assert launcher.record().usd_before >= paid - 0.01, f"call {call}: ${paid:.2f} were paid"
+
+
 if __name__ == "__main__":
     count, first = int(sys.argv[1]), int((sys.argv[2:] or ["0"])[0])
     for number in range(first, first + count):

@@ -47,6 +47,14 @@ def test_wsd_holds_the_peak_then_falls_over_the_last_share_of_steps():
     assert values(schedule, 10) == pytest.approx(expected, **EXACT)
 
 
+def test_wsd_falls_over_a_whole_number_of_steps_rounded_up():
+    """0.25 of 10 steps are 3, 0.01 of 10 is 1: the last update is at the floor."""
+    assert values(ScheduleConfig("wsd", warmup_steps=0, decay_fraction=0.25), 10) == [1.0] * 8 + [0.5, 0.0]
+    assert values(ScheduleConfig("wsd", warmup_steps=0, decay_fraction=0.35), 10)[5:] == pytest.approx(
+        [1.0, 1.0, 2 / 3, 1 / 3, 0.0], **EXACT
+    )
+
+
 def test_wsd_decay_never_starts_inside_the_warmup():
     schedule = ScheduleConfig("wsd", warmup_steps=3, decay_fraction=1.0, floor=0.2)
     assert values(schedule, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.6, 0.2], **EXACT)

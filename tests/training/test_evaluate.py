@@ -25,12 +25,19 @@ CHUNK = 16
 
 
 @pytest.fixture(scope="module")
-def widths():
-    return widths_of(load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None))
+def tokenizer():
+    return load_tokenizer("tpu_experiments/samples/tokenizer", revision=None, chat_template_path=None)
+
+
+@pytest.fixture(scope="module")
+def widths(tokenizer):
+    return widths_of(tokenizer)
 
 
 def batch(seed):
+    """Rows with special tokens among those that are predicted, as the ends of documents and turns are."""
     tensors = random_batch(seed)
+    tensors["ids"][..., 4::7] = 2 + seed % 3
     return Batch(*(tensors[name][0].numpy() for name in ("ids", "learn", "positions", "segments")), labels=["x"] * 4)
 
 
@@ -51,12 +58,15 @@ def test_the_loss_is_the_same_to_the_bit(make_config, widths, dtype):
     assert [alone.sums_of(batch(i)) for i in range(2)] == [more.sums_of(batch(i)) for i in range(2)]
 
 
-def test_the_measures_are_those_of_all_logits(make_config, widths):
+def test_the_measures_are_those_of_all_logits(make_config, widths, tokenizer):
     config = make_config("model=qwen05b", "model.size=tiny", "model.dtype=float32", "hw.runtime=eager")
     _, evaluator = evaluators(config, EagerRuntime(config.hw), widths)
     batches = {"a": [batch(0), batch(1)], "b": [batch(2)]}
     found = evaluator.run(batches)
-    sums = {source: sum(by_hand(evaluator, each, widths) for each in listed) for source, listed in batches.items()}
+    sums = {
+        source: sum(by_hand(evaluator, each, widths, tokenizer) for each in listed)
+        for source, listed in batches.items()
+    }
     for source, (nats, tokens, hits, text_nats, num_bytes) in sums.items():
         assert found.sources[source] == pytest.approx(nats / tokens, rel=1e-5)
         expected = {"accuracy": hits / tokens, "bits_per_byte": text_nats / math.log(2) / num_bytes}
@@ -66,16 +76,18 @@ def test_the_measures_are_those_of_all_logits(make_config, widths):
     assert found.num_tokens == total[1]
 
 
-def by_hand(evaluator, batch, widths):
+def by_hand(evaluator, batch, widths, tokenizer):
     """Loss in nats, tokens, hits, loss of tokens that stand for text, and their bytes, from all logits."""
     arrays = {"ids": batch.ids_GT, "learn": batch.learn_GT, "positions": batch.positions_GT}
     rows = {name: torch.from_numpy(array) for name, array in {**arrays, "segments": batch.segments_GT}.items()}
     logits = logits_of(evaluator.module, evaluator.parameters, rows).detach().double()
     targets, weights = target_weights(rows)
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
-    is_text = torch.from_numpy(widths.is_text(targets.numpy()))
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    is_text = torch.isin(targets, torch.tensor(special), invert=True)
+    assert (~is_text & (weights > 0)).any(), "a special token is predicted"
     is_hit = logits.argmax(-1) == targets
-    num_bytes = widths.of(batch.ids_GT)[batch.learn_GT > 0].sum()
+    num_bytes = (widths.of(batch.ids_GT) * ~np.isin(batch.ids_GT, special))[batch.learn_GT > 0].sum()
     sums = [(losses * weights).sum(), weights.sum(), (is_hit * weights).sum(), (losses * weights * is_text).sum()]
     return np.array([*map(float, sums), float(num_bytes)])
 

@@ -1,6 +1,7 @@
 """Saves beside the steps: what is saved is what was, errors surface, nothing unproven counts."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_what_is_saved_is_what_was_when_it_was_asked_for(run):
     assert progress["step"] == 2
     assert all(torch.equal(groups["parameters"][name], t) for name, t in before.items())
     assert not any(torch.equal(run.parameters[name], t) for name, t in before.items())
+
+
+def test_the_position_that_is_saved_is_the_one_it_was_asked_for_at(run, monkeypatch):
+    """The save in the background begins only after the loop has gone on."""
+    run.train()
+    run.save(1)
+    gate, save = threading.Event(), run.saver._spool.save
+
+    def late(*arguments, **settings):
+        assert gate.wait(60)
+        return save(*arguments, **settings)
+
+    monkeypatch.setattr(run.saver._spool, "save", late)
+    run.progress.stages[-1].tokens = 20
+    run.save(2)
+    run.progress.advance(3)
+    run.progress.stages[-1].tokens = 30
+    run.progress.stages.append(StageRecord("next"))
+    gate.set()
+    run.saver.join()
+    progress, _ = load_latest(run.folder)
+    assert (progress["step"], [stage["name"] for stage in progress["stages"]]) == (2, ["main"])
+    assert progress["stages"][0]["tokens"] == 20
 
 
 def test_the_first_and_the_last_of_a_stage_answer_and_all_are_checked(run):

@@ -1,0 +1,58 @@
+"""A resume in mid-stage keeps all that a step reads: averages, the moments of a fresh optimizer, torch's seed."""
+
+import json
+import shutil
+
+from tests.training.runs import finished
+
+STAGED = (
+    "lora=all_linear_r8",
+    "data=[sample_text,sample_chat]",
+    "hw.runtime=eager",
+    "trainer.max_stage_steps=4",
+    "trainer.seq_len=64",
+    "trainer.global_batch_rows=4",
+    "trainer.eval_every_steps=0",
+    "trainer.max_eval_rows=4",
+    "sample.max_new_tokens=0",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=9",
+    "curriculum.stages.chat.optimizer=fresh",
+    "optim.ema=0.9",
+    "name=staged",
+)
+NOTED = """
+import json
+
+import torch
+
+from tpu_experiments.training.trainer import Trainer
+
+
+class Noted(Trainer):
+    def queue_step(self, info, batch):
+        super().queue_step(info, batch)
+        with open({file!r}, "a") as file:
+            file.write(json.dumps([self.progress.step, torch.initial_seed()]) + "\\n")
+"""
+
+
+def test_a_resume_in_mid_stage_has_the_averages_the_moments_and_the_seeds_of_the_whole_run(tmp_path, monkeypatch):
+    seeds = tmp_path / "seeds.jsonl"
+    (tmp_path / "noted_lab.py").write_text(NOTED.format(file=str(seeds)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = (*STAGED, "plugins=[noted_lab]", "trainer._target_=noted_lab.Noted")
+    finished(*words, output_dir=tmp_path / "out")
+    folder = tmp_path / "out" / "staged"
+    last = folder / "checkpoints" / "step_00000008"
+    whole = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    assert set(whole) == {"optimizer.safetensors", "parameters.safetensors"}
+    first = dict(map(json.loads, seeds.read_text().splitlines()))
+    assert list(first) == list(range(1, 9))
+    assert len(set(first.values())) == 8, "each step draws anew"
+    (folder / "result.json").unlink()
+    shutil.rmtree(last)
+    seeds.unlink()
+    finished(*words, output_dir=tmp_path / "out")
+    assert list(map(json.loads, seeds.read_text().splitlines())) == [[step, first[step]] for step in (7, 8)]
+    assert {path.name: path.read_bytes() for path in last.glob("*.safetensors")} == whole
