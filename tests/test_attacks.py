@@ -20,8 +20,9 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run as run_process
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import OWN_TARGETS, config_of_run, identity
+from tpu_experiments.config.identity import config_of_run, identity
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.trust import OWN_TARGETS
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
