@@ -21,6 +21,7 @@ from tpu_experiments.config.defaults import AUTO, OPEN, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length, require_same
 from tpu_experiments.config.redaction import redacted
+from tpu_experiments.config.regular_files import NotRegular
 from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, given, value_of, with_values
@@ -89,6 +90,8 @@ class RunFolder:
             if not isinstance(stored, dict):
                 raise ValueError("no JSON object")
             return stored
+        except NotRegular:
+            raise
         except ValueError as error:
             if not paths.list_names(self.path("checkpoints")):
                 return None
@@ -148,6 +151,8 @@ class RunFolder:
         """Return the content of result.json; None if it is missing or unreadable."""
         try:
             return strict_json.loads(paths.read_bytes(self.path(RESULT)))
+        except NotRegular:
+            raise
         except (FileNotFoundError, ValueError):
             return None
 

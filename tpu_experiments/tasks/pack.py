@@ -45,7 +45,8 @@ def run(config: Config) -> None:
     place, hosts = PackFolder(config.task.points), Hosts()
     start_run_log(None, rank=0)
     codes, starts, said = {}, [], set[str]()
-    words = HydraConfig.get().overrides.task
+    given = HydraConfig.get().overrides
+    words = [*given.task, *given.hydra]
     for command in place.commands():
         why = pack_problem(command, words)
         if why is not None:
