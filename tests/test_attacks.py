@@ -20,11 +20,12 @@ import pytest
 from tests.config.composing import composed
 from tests.training.runs import run as run_process
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import OWN_TARGETS, config_of_run, identity
+from tpu_experiments.config.identity import config_of_run, identity
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.trust import OWN_TARGETS, pack_problem
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.run_folder import RunFolder, config_yaml
+from tpu_experiments.storage.run_folder import RunFolder, config_yaml, with_settings_of_run
 from tpu_experiments.tasks import evaluate, generate, report
 from tpu_experiments.tasks.evaluate.subject import subject_of
 
@@ -391,6 +392,102 @@ def test_a_literal_interpolation_is_written_so_that_it_is_read_as_text(tmp_path:
         folder.create(config)
         found = config_of_run(of_command("evaluate"), text=paths.read_text(folder.config_path), place="x")
         assert found.trainer.options == {"note": prompt}
+
+
+FOREIGN_PLACES: dict[str, Change] = {
+    "a template of the system": ("chat_template_path: null", "chat_template_path: /etc/passwd"),
+    "a template of the process": ("chat_template_path: null", "chat_template_path: /proc/self/environ"),
+    "a template that is any file": ("chat_template_path: null", "chat_template_path: <tmp>/notes.txt"),
+    "a template by a URL of a file": ("chat_template_path: null", "chat_template_path: file:///etc/passwd"),
+    "a template that links to another file": ("chat_template_path: null", "chat_template_path: <run>/linked.jinja"),
+    "a template up and down": ("chat_template_path: null", "chat_template_path: ../../../../../../etc/passwd"),
+    "a tokenizer of the system": ("tokenizer_path: ", "tokenizer_path: /etc #"),
+    "a tokenizer in a hidden folder": ("tokenizer_path: ", "tokenizer_path: <tmp>/.secret #"),
+    "a model of the system": ("  path: tpu_experiments/samples/tiny_base", "  path: /proc/self/cwd/../../../../../etc"),
+    "a tokenizer through a link": ("tokenizer_path: ", "tokenizer_path: <run>/link #"),
+}
+READ_BY_EVALUATE: dict[str, Change] = {
+    "data of the system": ("path: tpu_experiments/samples/wiki_ro.jsonl", "path: /etc/passwd"),
+    "data in a hidden folder": ("path: tpu_experiments/samples/wiki_ro.jsonl", "path: <tmp>/.secret/a.jsonl"),
+    "data through a link": ("path: tpu_experiments/samples/wiki_ro.jsonl", "path: <run>/linked.txt"),
+    "questions of the system": ("    questions: {}", "    questions: {x: /etc/passwd}"),
+    "held-out data of the system": ("    eval_path: null", "    eval_path: /var/log/syslog.txt"),
+}
+
+
+@pytest.mark.parametrize("attack", [*FOREIGN_PLACES, *READ_BY_EVALUATE])
+def test_a_file_that_is_none_of_a_runs_own_is_not_read_for_it(attack: str, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "evil"
+    sent(run, (FOREIGN_PLACES | READ_BY_EVALUATE)[attack], tmp=tmp_path, run=run)
+    (tmp_path / ".secret").mkdir()
+    (tmp_path / ".secret" / "a.jsonl").write_text('{"text": "secret"}\n')
+    (tmp_path / "notes.txt").write_text("secret")
+    for name, target in (("linked.jinja", "notes.txt"), ("linked.txt", "notes.txt"), ("link", ".secret")):
+        (run / name).symlink_to(tmp_path / target)
+    for task in (evaluated, generated)[: 2 if attack in FOREIGN_PLACES else 1]:
+        with pytest.raises(
+            ConfigError, match=r"config\.yaml; (model|data)\..*; a run folder may come from anywhere"
+        ) as said:
+            task(run)
+        assert len(str(said.value).splitlines()) == 1
+
+
+def test_places_of_a_run_of_ones_own_are_read_and_those_that_the_command_names(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("x")
+    (tmp_path / "t.txt").write_text("x")
+    run = sent(tmp_path / "run", ("chat_template_path: null", f"chat_template_path: {tmp_path}/t.jinja"))
+    text = (run / "config.yaml").read_text()
+    found = config_of_run(of_command("evaluate"), text=text, place=f"{run}/config.yaml")
+    assert found.model.chat_template_path == f"{tmp_path}/t.jinja"
+    text = text.replace("t.jinja", "t.txt")
+    with pytest.raises(ConfigError, match=r"t\.txt' is no file that ends in \.jinja"):
+        config_of_run(of_command("evaluate"), text=text, place=f"{run}/config.yaml")
+    own = composed("task=evaluate", *EAGER, f"model.chat_template_path={tmp_path}/t.txt")
+    assert config_of_run(own, text=text, place=f"{run}/config.yaml").model.chat_template_path == f"{tmp_path}/t.txt"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.remat", "x"), ("model.stack_group", "2"), ("trainer.loss_chunk_tokens", [1]), ("model.stack", None)],
+)
+def test_speed_settings_of_an_identity_have_their_kinds(key: str, value: object, tmp_path: Path) -> None:
+    config = composed(*EAGER, f"output_dir={tmp_path}", "name=run")
+    RunFolder(str(tmp_path), "run").create(config)
+    file = tmp_path / "run" / "identity.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=rf"name=run; {file}: {key}=.*; restore the file, or choose another name="):
+        with_settings_of_run(config)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "plugins", "trainer._target_", "model.remote_code", "hw.env", "lora.r"])
+def test_a_table_of_settings_sets_speed_settings_alone(key: str, tmp_path: Path) -> None:
+    from tpu_experiments.planning.tuned import TABLE, lines
+
+    table = tmp_path / "tuned.yaml"
+    table.write_text(TABLE.read_text().replace("model.stack: ", f"{key}: x, model.stack: ", 1))
+    with pytest.raises(
+        ConfigError, match=rf"tuned\.yaml; .*it sets '{key}', and such a file may set only model\.stack"
+    ):
+        lines(table)
+    table.write_text(TABLE.read_text().replace("model.stack: unrolled", "model.stack: 3", 1))
+    with pytest.raises(ConfigError, match=r"model\.stack=3 is not of type str"):
+        lines(table)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("plugins=[payload]", "trainer._target_=payload.Trainer", "optim._target_=payload.Optimizer"),
+        *("model.remote_code=run", "output_dir=/tmp/elsewhere", "hydra.searchpath=[file:///tmp/evil]"),
+        *("+model.arch={}", "~local", "model=../../x", "data.sample_text.path=/etc/passwd", "++optim._target_=x.Y"),
+    ],
+)
+def test_a_pack_runs_the_words_of_its_sweep(word: str) -> None:
+    own = ["model=tiny", "data=sample_text", "lora.r=4", "output_dir='outputs/sweeps/x'", "name='lora.r=4'"]
+    assert pack_problem([*own, "lora.r=8", "optim.lr=1e-3", "optim=adafactor", "seed=1", "name='a'"], own) is None
+    said = pack_problem([*own, word], own)
+    assert said is not None
+    assert said.startswith(f"{word!r} is none of this command's words")
 
 
 def test_subjects_are_found_as_before(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tpu_experiments.config.messages import help_text, is_of_composition, senten
 from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.config.regular_files import MOST_BYTES, NotRegular
 from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.loggers.closing_lines import print_if_finished
@@ -164,7 +165,9 @@ def with_plan_overlay(arguments: list[str]) -> list[str]:
             f"+plan={file}; there is no such file; task=plan task.explore=search writes one, best.yaml beside the plan."
         )
     try:
-        text = paths.read_text(file)
+        text = paths.read_text(file, most=MOST_BYTES[".yaml"])
+    except NotRegular as error:
+        raise ConfigError(f"+plan={error}") from error
     except (OSError, UnicodeDecodeError) as error:  # a folder, or not UTF-8
         raise ConfigError(f"+plan={file}; it cannot be read ({error}); give a plan's best.yaml.") from error
     return with_overlay(arguments, text=text, file=file)

@@ -1,13 +1,20 @@
 """`+plan=FILE`: what an overlay may hold, and what is refused."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 
 from run import with_plan_overlay
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import overlay_file, override_of, with_overlay
+from tpu_experiments.config.schema import GROUPS, Config
+from tpu_experiments.config.trust import search_keys
+from tpu_experiments.config.tuned import SPEED
 
 
 def test_an_overlay_stands_before_the_arguments_and_under_them() -> None:
@@ -39,7 +46,10 @@ def test_values_are_written_as_hydra_reads_them(value: object, written: str) -> 
         ("", "it holds no overrides"),
         ("- a\n", "it holds no overrides"),
         ("a: [", "it is not YAML"),
-        ('{"method": "compiled", "model": "tiny"}', "method is no key or group of a config, so it is no overlay"),
+        (
+            '{"method": "compiled", "model": "tiny"}',
+            "it sets 'method', and such a file may set only trainer.",
+        ),
     ],
 )
 def test_what_is_no_overlay_is_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -67,9 +77,21 @@ def test_a_missing_overlay_and_two_of_them_are_refused() -> None:
         ("name: !!bool x", "it is not YAML ('x')"),
         ("name: !!timestamp x", "it is not YAML ("),
         ("name: !!int ''", "it is not YAML (string index"),
-        ("name: ${{oc.env:HOME}}", "name holds an interpolation"),
-        ("data: {{sample_text: {{path: '${{oc.env:HOME}}'}}}}", "data holds an interpolation"),
-        ("trainer.options: [1, ['${{oc.env:HOME}}']]", "trainer.options holds an interpolation"),
+        ("sharding: ${{oc.env:HOME}}", "sharding='${oc.env:HOME}' is no name of a file in conf/sharding"),
+        ("sharding: ../../../elsewhere", "sharding='../../../elsewhere' is no name of a file in conf/sharding"),
+        ("sharding: /etc/passwd", "sharding='/etc/passwd' is no name"),
+        ("sharding: [fsdp, replicated]", "sharding=['fsdp', 'replicated'] is no name"),
+        ("model.remat: '${{oc.env:HOME}}'", "model.remat=${oc.env:HOME}; it is not a choice."),
+        ("model.remat: [none]", "model.remat=['none'] is not of type str"),
+        ("model.stack_group: true", "model.stack_group=True is not of type int"),
+        ("model.stack_group: 0", "model.stack_group=0; it must be at least 1"),
+        ("hw.attention_block: 1.5", "hw.attention_block=1.5 is not of type int"),
+        ("trainer.micro_batch_rows: {{a: 1}}", "trainer.micro_batch_rows={'a': 1} is not of type"),
+        ("model.remat=none model.remote_code: run", "it sets 'model.remat=none model.remote_code'"),
+        ("~model: null", "it sets '~model'"),
+        ("++hydra.run.dir: /tmp/x", "it sets '++hydra.run.dir'"),
+        ("trainer: {{micro_batch_rows: 1}}", "it sets 'trainer'"),
+        ("sharding@model: fsdp", "it sets 'sharding@model'"),
     ],
 )
 def test_an_overlay_runs_nothing_and_reads_no_environment(text: str, words: str, tmp_path: Path) -> None:
@@ -79,6 +101,64 @@ def test_an_overlay_runs_nothing_and_reads_no_environment(text: str, words: str,
         with_plan_overlay([f"+plan={file}"])
     assert str(caught.value).startswith(f"+plan={file}; {words}")
     assert [path.name for path in tmp_path.iterdir()] == ["best.yaml"]
+
+
+def keys_of_the_schema(kind: Any = Config, prefix: str = "") -> Iterator[str]:
+    """Every key and group of a config, of all schemas that a group has."""
+    for name, hint in get_type_hints(kind).items():
+        key = f"{prefix}{name}"
+        yield key
+        of_values = get_args(hint)[-1:] if get_origin(hint) is dict else ()
+        kinds = [each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each) and each not in of_values]
+        for each in [*kinds, *(GROUPS.get(key, {}).values() if not prefix else ())]:
+            yield from keys_of_the_schema(each, f"{key}.")
+        for each in filter(dataclasses.is_dataclass, of_values):
+            yield from keys_of_the_schema(each, f"{key}.x.")
+
+
+ALL_KEYS = sorted(set(keys_of_the_schema()))
+
+
+def test_an_overlay_sets_what_a_search_varies_and_no_other_key() -> None:
+    """Each key of the schema: `model.remote_code`, `plugins`, `trainer._target_`, `output_dir` and 380 more."""
+    taken = [key for key in ALL_KEYS if "may set only" not in said_of(f"{key}: null")]
+    assert sorted(taken) == sorted(search_keys()) == sorted(SPEED)
+    assert len(ALL_KEYS) > 380
+    assert {"model.remote_code", "plugins", "trainer._target_", "output_dir", "data.x.path", "hw.env"} < set(ALL_KEYS)
+
+
+def said_of(text: str) -> str:
+    try:
+        with_overlay(["+plan=x"], text=text, file="x")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_the_command_says_itself_is_not_taken_from_the_overlay() -> None:
+    text = "model.attention: eager\nsharding: fsdp\n"
+    with pytest.raises(ConfigError, match=r"it sets 'model.attention'"):
+        with_overlay(["+plan=x"], text=text, file="x")
+    assert with_overlay(["+plan=x", "model.attention=sdpa"], text=text, file="x") == [
+        "sharding=fsdp",
+        "model.attention=sdpa",
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"trainer.micro_batch_rows": [1, 2, 4, 8, 16, 32, 64]},
+        {"sharding": ["fsdp", "replicated", "hsdp"], "model.stack": ["scanned", "unrolled"]},
+        {"model.remat": ["none", "save_dots"], "model.stack_group": [1, 6]},
+        {"hw.fusion_memory_mib": [None, 64], "trainer.loss_chunk_tokens": [None, 512], "hw.attention_block": [256]},
+    ],
+)
+def test_what_a_search_writes_is_taken(values: dict[str, list[Any]]) -> None:
+    for key, each in values.items():
+        for value in each:
+            laid = with_overlay(["+plan=x"], text=yaml.safe_dump({key: value}), file="x")
+            assert laid == [override_of(key, value)]
 
 
 @pytest.mark.parametrize(

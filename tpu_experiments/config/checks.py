@@ -187,19 +187,24 @@ def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
     for spec in dataclasses.fields(node):
         key, value = f"{prefix}{spec.name}", getattr(node, spec.name)
         yield from _field_problems(value, f"{key}.")
-        allowed = spec.metadata.get("allowed")
-        place = spec.metadata.get("place")
-        yield from _place_problems(key, value, kind=place)
-        if allowed and value is not None and value not in allowed:
-            yield f"{key}={value}; it is not a choice. {suggest(str(value), allowed)}"
-        if (word := spec.metadata.get("word")) and type(value) is not int and value != word:
-            yield f"{key}={'null' if value is None else value}; it must be a whole number or {word}."
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{key}={value}; it must be a finite number."
-        elif isinstance(value, int | float):
-            yield from _range_problems(key, value, spec.metadata)
-        if place is None and not dataclasses.is_dataclass(value):
-            yield from _value_problems(key, value)
+        yield from field_problems(spec, key, value)
+
+
+def field_problems(spec: "dataclasses.Field[Any]", key: str, value: Any) -> Iterator[str]:
+    """Yield problems of one value outside its field's range and choices."""
+    allowed = spec.metadata.get("allowed")
+    place = spec.metadata.get("place")
+    yield from _place_problems(key, value, kind=place)
+    if allowed and value is not None and value not in allowed:
+        yield f"{key}={value}; it is not a choice. {suggest(str(value), allowed)}"
+    if (word := spec.metadata.get("word")) and type(value) is not int and value != word:
+        yield f"{key}={'null' if value is None else value}; it must be a whole number or {word}."
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}={value}; it must be a finite number."
+    elif isinstance(value, int | float):
+        yield from _range_problems(key, value, spec.metadata)
+    if place is None and not dataclasses.is_dataclass(value):
+        yield from _value_problems(key, value)
 
 
 def _value_problems(key: str, value: Any) -> Iterator[str]:

@@ -20,24 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tpu_experiments.config.checks import check
-from tpu_experiments.config.data_schema import OWN_KEYS, DataSourceConfig, PrepareConfig
+from tpu_experiments.config.data_schema import OWN_KEYS, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import (
-    AdafactorConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
-    ClassifyConfig,
     Config,
-    MaskedConfig,
-    MaskedDiffusionConfig,
     NextTokenConfig,
     ObjectiveConfig,
     OwnObjectiveConfig,
-    ReplacedTokenConfig,
-    TrainerConfig,
 )
+from tpu_experiments.config.trust import OBJECTIVES, place_problems, stored_problems
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
@@ -196,33 +188,10 @@ def require_same(stored: Mapping[str, Any], config: Config, *, folder: str) -> N
     )
 
 
-OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig, MaskedDiffusionConfig)
-"""Schemas of the objectives of this project."""
 log = logging.getLogger(__name__)
 MODEL_KEYS = ("seed", "plugins", "model", "lora", "curriculum", "prepare", "trainer")
 """Groups that determine a run's model, rows and row lengths. Hardware, sharding and loader are the command's own."""
 DATA_KEYS = ("data", "data_size")
-LOGGERS = {
-    "console.ConsoleLogger",
-    "jsonl.JsonlLogger",
-    "probe.Probe",
-    "tensorboard.TensorBoardLogger",
-    "wandb.WandbLogger",
-}
-LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
-"""Packages whose loggers a stored config may name; runs from before the package was renamed have the second."""
-OWN_TARGETS: dict[str, frozenset[str]] = {
-    "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
-    "data.*": frozenset({DataSourceConfig._target_}),
-    "objective": frozenset(kind._target_ for kind in OBJECTIVES),
-    "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
-    "trainer": frozenset({TrainerConfig._target_}),
-    "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
-}
-"""Targets that a stored config may name, by swap point. They are listed by full name, since the package also has
-functions that must not be called from a config."""
-INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-"""`${` that OmegaConf would resolve; after an odd number of backslashes it is plain text."""
 
 
 def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...] = MODEL_KEYS + DATA_KEYS) -> Config:
@@ -232,11 +201,26 @@ def config_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
         ConfigError: it is invalid, names code, or does not fit the command's hardware.
     """
     values = values_of_run(config, text=text, place=place, keys=keys)
+    require_own_places(values, config, place=place)
     found = dataclasses.replace(config, **values)
     check(found)
     for key, url in _new_urls(values, config):
         log.warning("%s has the URL %s=%s, which this command does not name: it will be contacted", place, key, url)
     return found
+
+
+def require_own_places(values: Mapping[str, Any], config: Config, *, place: str) -> None:
+    """Check the local files that groups of a run's config name, before they are read.
+
+    Args:
+        place: the run's config.yaml.
+
+    Raises:
+        ConfigError: one is of a kind or in a place that only the command may name (`trust.place_problems`).
+    """
+    problems = list(place_problems(values, flatten(config), folder=place.rpartition("/")[0] or "."))
+    if problems:
+        raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
 
 
 def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -258,7 +242,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
         chosen = {key: stored[key] for key in keys if key != "objective" or key in stored}
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, *OF_VALUES) as error:
         raise _not_ours(place, error) from error  # OSError: the text is a single value
-    problems = list(_unsafe_values(stored, config))
+    problems = list(stored_problems(stored, flatten(config)))
     if problems:
         raise ConfigError("\n".join(f"{place}; {problem}" for problem in problems[:8]))
     chosen = _with_secrets_of(chosen, config, place=place)
@@ -281,55 +265,6 @@ def _objective_kind(stored: Mapping[str, Any]) -> type[ObjectiveConfig]:
     """Return the schema of a stored objective, by its class."""
     own = {kind._target_: kind for kind in OBJECTIVES}
     return own.get(stored["_target_"], OwnObjectiveConfig)
-
-
-def _unsafe_values(stored: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield problems of stored values that would run code, or read values from outside the config."""
-    plugins = stored.get("plugins") or []
-    for plugin in plugins if isinstance(plugins, list) else [plugins]:
-        if plugin not in config.plugins:
-            yield (
-                f"plugins has {plugin!r}, which would be imported; a run folder may come from anywhere: read that "
-                f"code, then add 'plugins=[{plugin}]' to this command."
-            )
-    for key, value in _leaves(stored):
-        text = f"{key} {value}" if isinstance(value, str) else key
-        if INTERPOLATION.search(text):
-            yield f"{key} holds an interpolation (${{...}}), which could read the environment; write the value itself."
-        group, _, field = key.rpartition(".")
-        if field == "_target_" and not _is_allowed(group, str(value), config):
-            yield (
-                f"{key}={value} is none of this project's classes for that place; a run folder may come from "
-                "anywhere: read that code, then add 'plugins=[PACKAGE]' with its package to this command."
-            )
-    model = stored.get("model")
-    remote_code = model.get("remote_code", "refuse") if isinstance(model, dict) else "refuse"
-    if remote_code == "run" and config.model.remote_code != "run":
-        yield (
-            "model.remote_code=run would run code of the checkpoint; a run folder may come from anywhere: read that "
-            "code, then add model.remote_code=run to this command."
-        )
-
-
-def _is_allowed(group: str, target: str, config: Config) -> bool:
-    """Return whether a stored config may name `target` at the swap point `group`."""
-    point, _, name = group.partition(".")
-    if target in OWN_TARGETS.get(f"{point}.*" if name and "." not in name else group, ()):
-        return True
-    own = flatten(config).get(f"{group}._target_")
-    return target == own or any(target.startswith(f"{plugin}.") for plugin in config.plugins)
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of all leaves, in lists too."""
-    if isinstance(node, dict | list):
-        pairs = node.items() if isinstance(node, dict) else enumerate(node)
-        for name, value in pairs:
-            yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
-        if not node:
-            yield prefix, None
-    else:
-        yield prefix, node
 
 
 def _with_secrets_of(chosen: dict[str, Any], config: Config, *, place: str) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Rewriting of the command line for Hydra: overlays (`+plan=FILE`), and new keys in data mappings."""
 
-import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.trust import search_keys, setting_problem
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 PLAIN = re.compile(r"[\w./:+-]+")
@@ -42,7 +41,8 @@ def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
     """
     others = [argument for argument in arguments if not OPTION.fullmatch(argument)]
     given = {argument.partition("=")[0].lstrip("+~") for argument in others}
-    return [override_of(k, v) for k, v in _entries(text, file=file).items() if k not in given] + others
+    found = _entries(text, file=file, given=given)
+    return [override_of(key, value) for key, value in found.items()] + others
 
 
 def with_own_entries(arguments: list[str]) -> list[str]:
@@ -54,7 +54,8 @@ def with_own_entries(arguments: list[str]) -> list[str]:
     return [f"++{argument}" if OWN_ENTRIES.fullmatch(argument) else argument for argument in arguments]
 
 
-def _entries(text: str, *, file: str) -> dict[str, Any]:
+def _entries(text: str, *, file: str, given: Collection[str]) -> dict[str, Any]:
+    """Return the settings of an overlay that the command line does not give itself."""
     advice = "give the best.yaml that task=plan task.explore=search wrote, or a file of lines `key: value`."
     require_bounded(text, place=f"+plan={file}")
     try:
@@ -65,17 +66,15 @@ def _entries(text: str, *, file: str) -> dict[str, Any]:
         raise ConfigError(f"+plan={file}; it is not YAML ({str(error).splitlines()[0]}); {advice}") from error
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(f"+plan={file}; it holds no overrides; {advice}")
-    known = {field.name for field in dataclasses.fields(Config)}
-    foreign = [key for key in found if str(key).partition(".")[0] not in known]
-    if foreign:
-        raise ConfigError(f"+plan={file}; {foreign[0]} is no key or group of a config, so it is no overlay; {advice}")
-    computed = [key for key, value in found.items() if "${" in f"{key}{value}"]
-    if computed:
-        raise ConfigError(
-            f"+plan={file}; {computed[0]} holds an interpolation (${{...}}), which could read the environment; write "
-            f"the value itself, or {advice}"
-        )
-    return {str(key): value for key, value in found.items()}
+    found = {str(key): value for key, value in found.items() if str(key) not in given}
+    for key, value in found.items():
+        why = setting_problem(key, value, taken=search_keys())
+        if why is not None:
+            raise ConfigError(
+                f"+plan={file}; {why}; a file may come from anywhere: type what you want of it on the command line, "
+                f"or {advice}"
+            )
+    return found
 
 
 def _written(value: Any) -> str:

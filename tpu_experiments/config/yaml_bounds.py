@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import read_regular
 
 MAX_BYTES = 2**19
 MAX_NODES = 10_000
@@ -56,11 +57,11 @@ def require_bounded_folder(folder: Path) -> None:
     """Check every YAML file below a folder.
 
     Raises:
-        ConfigError: one of them is too large; see `require_bounded`.
+        ConfigError: one of them is too large (`require_bounded`), or a device, named pipe or socket.
     """
     for file in sorted(folder.rglob("*.yaml")):
         try:
-            require_bounded(file.read_text(encoding="utf-8"), place=str(file))
+            require_bounded(read_regular(file).decode(), place=str(file))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}; it is not UTF-8 ({error.reason}); write it as text.") from error
         except (FileNotFoundError, IsADirectoryError):  # a dangling link, or a folder of that name: left to Hydra

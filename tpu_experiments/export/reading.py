@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
+from tpu_experiments.config.regular_files import NotRegular
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIER, PREFIX, ROUNDED, read_layout
 from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part
 from tpu_experiments.storage import paths, strict_json
@@ -65,6 +66,8 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
             f"{folder}; no {ADAPTER_CONFIG} or no {ADAPTER_FILE} there; name the folder of a LoRA adapter that PEFT or "
             "this program wrote."
         ) from error
+    except NotRegular:
+        raise
     except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
     r, alpha = _rank_and_alpha(config, place=paths.join(folder, ADAPTER_CONFIG))

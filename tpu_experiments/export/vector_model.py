@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tpu_experiments.config.regular_files import read_regular, require_regular_folder
 from tpu_experiments.quantisation.parts import VECTORS, from_parts
 from tpu_experiments.quantisation.vectors import Encoded, Vectors, column_order
 
@@ -47,7 +48,8 @@ def read_vector_model(folder: str, *, dtype: torch.dtype = torch.float32) -> nn.
     Raises:
         ValueError: the folder holds no such model, or tensors are missing.
     """
-    facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    require_regular_folder(folder, key=folder)
+    facts = json.loads(read_regular(Path(folder) / "config.json"))
     settings = dict(facts.get("quantization_config") or {})
     if settings.pop("quant_method", None) != VECTORS or settings.pop("format", None) != 1:
         raise ValueError(f"{folder}; its config.json has no quantization_config of {VECTORS}")

@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.regular_files import NotRegular, open_regular, read_regular, require_regular
 from tpu_experiments.quantisation.parts import SHAPE, PartsLayout
 from tpu_experiments.storage.tensors import DTYPES as STORED
 
@@ -64,7 +65,7 @@ class StoredTensor:
         """Read the tensor, which may be one of codes, in the data type of the file."""
         dtype = (DTYPES | CODES)[self.dtype]
         content = torch.empty(math.prod(self.shape) * dtype.itemsize, dtype=torch.uint8)
-        with self.file.open("rb") as file:
+        with open_regular(self.file) as file:
             file.seek(self.start)
             count = file.readinto(memoryview(content.numpy()))  # type: ignore[arg-type]  # numpy 2.1 types it so
         assert count == content.numel(), "safe_open checked the length of the file"
@@ -153,9 +154,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
     try:
-        file_of: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text())["weight_map"]
+        file_of: dict[str, str] = json.loads(read_regular(folder / WEIGHTS_INDEX))["weight_map"]
         if not isinstance(file_of, dict) or not all(isinstance(f, str) and len(f) < 256 for f in file_of.values()):
             raise TypeError("weight_map is no object of file names")
+    except NotRegular:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ConfigError(
             f"model.path={folder}; {WEIGHTS_INDEX} is not a readable index ({error!r}); download it again."
@@ -187,13 +190,14 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
 
 def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     try:
+        require_regular(file)
         with safe_open(file, framework="pt"):  # checks the header and the length, maps nothing yet
             pass
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"model.path={file.parent}; {file.name} is not a complete safetensors file ({error}); download it again."
         ) from error
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)

@@ -36,6 +36,7 @@ from transformers.utils import logging as library_log
 
 from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.attention import FLASH
 from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
@@ -792,6 +793,7 @@ def count_problems(config: PretrainedConfig, *, where: str) -> list[str]:
 
 
 def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
+    require_regular_folder(folder, key=f"model.path={model.path}")
     try:
         values, _ = PretrainedConfig.get_config_dict(folder)
         require_no_code(values, source=f"model.path={model.path}", remote_code=model.remote_code)

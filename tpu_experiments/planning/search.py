@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.trust import search_keys
 from tpu_experiments.planning.plan import ChipMemory, Plan, Rung, Tried
 
 Try = Callable[[int], Plan]
@@ -186,6 +188,13 @@ def overlay_yaml(plan: Plan) -> str:
     )
     values = dict(override.split("=", 1) for override in best.overrides)
     return head + yaml.safe_dump({key: yaml.safe_load(value) for key, value in values.items()}, sort_keys=False)
+
+
+def typed_words(plan: Plan) -> list[str]:
+    """Return the best settings that `+plan=` does not take: those of axes that the command itself added."""
+    best = best_of(plan.search)
+    words = best.overrides if best else ()
+    return [shlex.quote(word) for word in words if word.partition("=")[0] not in search_keys()]
 
 
 def described(tried: Tried) -> str:

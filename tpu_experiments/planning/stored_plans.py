@@ -12,6 +12,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.hardware import flags_of, values_of
 from tpu_experiments.config.identity import flatten, without_added
 from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
@@ -137,7 +138,7 @@ def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
     if folder is None or not folder.is_dir():
         return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = json.loads(read_regular(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

@@ -22,6 +22,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
 from tpu_experiments.planning.length import assumed_steps
 from tpu_experiments.planning.stored_plans import digest_of, program_facts, sizes_of
@@ -254,8 +255,12 @@ def lines(file: Path = TABLE) -> tuple[Line, ...]:
         return ()
     found = yaml.safe_load(file.read_text(encoding="utf-8")) or []
     try:
-        return tuple(Line(**{**each, "targets": tuple(each["targets"])}) for each in found)
-    except (TypeError, KeyError) as error:
+        made = tuple(Line(**{**each, "targets": tuple(each["targets"])}) for each in found)
+        problems = (setting_problem(key, value, taken=SET) for each in made for key, value in each.settings.items())
+        for wrong in filter(None, problems):
+            raise TypeError(wrong)
+        return made
+    except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{file}; a line of it is not what task=plan task.explore=search writes ({error}); restore the file, or "
             "set tuned=off."

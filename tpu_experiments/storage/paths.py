@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
+from tpu_experiments.config.regular_files import open_regular, read_regular, require_regular
 from tpu_experiments.storage.retry import (
     SILENT_TRIES_AGAIN,
     WAITS_SECONDS,
@@ -108,24 +109,24 @@ def list_names(folder: str) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in keys)
 
 
-def read_bytes(path: str) -> bytes:
+def read_bytes(path: str, *, most: int | None = None) -> bytes:
     """Read a whole file.
+
+    Args:
+        most: largest size in bytes of a local one; by default that for its suffix (config/regular_files.py).
 
     Raises:
         FileNotFoundError: there is no such file.
+        NotRegular: it is local, and a device, named pipe or socket, or too large.
     """
     if not is_remote(path):
-        return _local(path).read_bytes()
+        return read_regular(_local(path), most=most)
     return bytes(_remotely(path, "read", lambda filesystem, key: filesystem.cat_file(key)))
 
 
-def read_text(path: str) -> str:
-    """Read a whole file as UTF-8.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    return read_bytes(path).decode()
+def read_text(path: str, *, most: int | None = None) -> str:
+    """Read a whole file as UTF-8; arguments and errors as of `read_bytes`."""
+    return read_bytes(path, most=most).decode()
 
 
 def write_text_atomic(path: str, text: str) -> None:
@@ -250,15 +251,15 @@ def is_link(path: str) -> bool:
 
 
 def require_no_links(folder: str, *, key: str) -> None:
-    """Check that a folder that is to be written and cleared directly contains no symbolic links.
+    """Check that a folder that is to be written and cleared directly contains files and folders only, no links.
 
-    The target of a link may belong to others.
+    The target of a link may belong to others, and opening a named pipe would wait for ever.
 
     Args:
         key: key=value of the config that the folder comes from, for the message.
 
     Raises:
-        ConfigError: it contains a symbolic link.
+        ConfigError: it contains a symbolic link, a device, a named pipe or a socket.
     """
     if is_remote(folder) or not _local(folder).is_dir():
         return
@@ -268,6 +269,9 @@ def require_no_links(folder: str, *, key: str) -> None:
             f"{key}; {join(folder, links[0])} is a symbolic link, and files are written and removed there; move what "
             "it leads to in its place, or link the whole output_dir."
         )
+    for name in list_names(folder):
+        if not _local(join(folder, name)).is_dir():
+            require_regular(join(folder, name), key=key)
 
 
 def _link_of(path: str) -> Path:
@@ -568,7 +572,7 @@ def _remote_size(path: str) -> int:
 
 def _read_local(path: str, start: int, stop: int) -> bytes | BaseException:
     try:
-        with Path(path.removeprefix("file://")).open("rb") as file:
+        with open_regular(_local(path)) as file:
             return os.pread(file.fileno(), stop - start, start)
     except OSError as error:
         return error

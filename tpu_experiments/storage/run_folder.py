@@ -21,7 +21,9 @@ from tpu_experiments.config.defaults import AUTO, OPEN, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length, require_same
 from tpu_experiments.config.redaction import redacted
+from tpu_experiments.config.regular_files import NotRegular
 from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, given, value_of, with_values
 from tpu_experiments.storage import paths, strict_json
 
@@ -88,6 +90,8 @@ class RunFolder:
             if not isinstance(stored, dict):
                 raise ValueError("no JSON object")
             return stored
+        except NotRegular:
+            raise
         except ValueError as error:
             if not paths.list_names(self.path("checkpoints")):
                 return None
@@ -147,6 +151,8 @@ class RunFolder:
         """Return the content of result.json; None if it is missing or unreadable."""
         try:
             return strict_json.loads(paths.read_bytes(self.path(RESULT)))
+        except NotRegular:
+            raise
         except (FileNotFoundError, ValueError):
             return None
 
@@ -172,7 +178,7 @@ def with_settings_of_run(config: Config) -> Config:
     belong to the run's identity and that the command does not set.
 
     Raises:
-        ConfigError: the identity of that run is damaged.
+        ConfigError: the identity of that run is damaged, or has a setting of a wrong kind.
     """
     assert config.name is not None, "to_config names the run"
     has_open_labels = isinstance(config.objective, ClassifyConfig) and config.objective.labels is None
@@ -182,6 +188,11 @@ def with_settings_of_run(config: Config) -> Config:
         return config
     if config.tuned == "auto":
         changed = {key: stored[key] for key in KEPT if key in stored and stored[key] != value_of(config, key)}
+        for key, value in changed.items():
+            why = setting_problem(key, value, taken=KEPT)
+            if why is not None:
+                raise ConfigError(f"name={config.name}; {RunFolder(config.output_dir, config.name).identity_path}: "
+                                  f"{why}; restore the file, or choose another name=.")  # fmt: skip
         config = with_values(config, {key: changed[key] for key in changed.keys() - given(config)} if changed else {})
     found = {key: stored.get(f"trainer.{key}") for key in OPEN if getattr(config.trainer, key) in (None, AUTO)}
     labels = stored.get("objective.labels")

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from tpu_experiments.config.regular_files import NotRegular, open_regular
 from tpu_experiments.storage.paths import filesystem_of, is_remote
 from tpu_experiments.storage.retry import with_timeout
 
@@ -29,11 +30,14 @@ def open_binary(url: str) -> BinaryIO:
 
     Raises:
         UnreadableError: it cannot be opened.
+        NotRegular: it is a device, named pipe or socket.
     """
     try:
         if not is_remote(url):
-            return open(url.removeprefix("file://"), "rb")
+            return open_regular(url.removeprefix("file://"))
         return with_timeout(lambda: _open_remote(url), place=url, operation="open")
+    except NotRegular:
+        raise
     except Exception as error:  # every file system and its client raise types of their own
         raise UnreadableError(_complaint(error)) from error
 

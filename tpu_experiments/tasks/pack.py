@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 
+from hydra.core.hydra_config import HydraConfig
+
 from tpu_experiments.config.compose import config_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PackTaskConfig
+from tpu_experiments.config.trust import pack_problem
 from tpu_experiments.loggers.runlog import kept_records, start_run_log
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.faults import ending_of
@@ -34,7 +37,7 @@ def run(config: Config) -> None:
     """Train the runs; exit code 0 if all have finished, 75 if one can be resumed, 2 if the rest is refused, else 1.
 
     Raises:
-        ConfigError: no folder is named.
+        ConfigError: no folder is named, or it has a command line that is not of this command's sweep.
     """
     assert isinstance(config.task, PackTaskConfig)
     if config.task.points is None:
@@ -42,7 +45,12 @@ def run(config: Config) -> None:
     place, hosts = PackFolder(config.task.points), Hosts()
     start_run_log(None, rank=0)
     codes, starts, said = {}, [], set[str]()
+    given = HydraConfig.get().overrides
+    words = [*given.task, *given.hydra]
     for command in place.commands():
+        why = pack_problem(command, words)
+        if why is not None:
+            raise ConfigError(f"task.points={config.task.points}; {why}; a sweep writes that folder itself.")
         own = config_of(command)
         assert own.name is not None
         try:

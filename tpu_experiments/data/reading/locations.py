@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import require_regular
 from tpu_experiments.data.documents import SourceSpec
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import is_remote
@@ -56,6 +57,8 @@ def list_files(spec: SourceSpec) -> list[SourceFile]:
         else:
             found = {local.name: str(local)} if is_single else paths.local_files(local)
     if is_single:
+        if not is_remote(spec.path):
+            require_regular(next(iter(found.values())), key=spec.key)
         _require_readable(*next(iter(found.items())), spec=spec)
     elif found or paths.find_local(spec.path):
         found = _data_files(found, spec=spec)

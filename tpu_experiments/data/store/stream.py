@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import require_regular
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import FileCache
 
@@ -122,6 +123,7 @@ class LocalShards:
         if self._check == "at_open" and file.sha256 is not None:
             require_sha256_of(file.path, file.sha256, size=needed)
         path, dtype = file.path.removeprefix("file://"), self._shards.dtype
+        require_regular(path)
         mapped = np.memmap(path, dtype, mode="r", offset=self._shards.header_bytes, shape=(file.num_rows,))
         return np.asarray(mapped)
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import MOST_BYTES, read_regular, require_regular, require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 from tpu_experiments.data.tokens.words import backend_of
@@ -79,6 +80,10 @@ def load_tokenizer(
         raise ConfigError(
             f"{key}={path}; there is no such folder. {near_misses(path)}Name the folder of a tokenizer, or a Hub id."
         )
+    if local is not None and local.is_dir():
+        require_regular_folder(local, key=f"{key}={path}")
+    elif local is not None:
+        require_regular(local, key=f"{key}={path}")
     from transformers import AutoTokenizer  # imports torch (4 s), which the workers of a preparation do without
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -308,7 +313,7 @@ def _read_template(path: str) -> str:
             f"model.chat_template_path={path}; there is no such file. {near_misses(path)}Name a Jinja file."
         )
     try:
-        return Path(local).read_text(encoding="utf-8")
+        return read_regular(local, most=MOST_BYTES[".jinja"], key=f"model.chat_template_path={path}").decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"model.chat_template_path={path}; it is not UTF-8; name a Jinja file.") from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import TaskConfig
 from tpu_experiments.metrics.flops import read_decoder
@@ -65,7 +66,7 @@ def is_whole(folder: Path) -> bool:
     if not (folder / INDEX).is_file():
         return any(folder.glob("*.safetensors"))
     try:
-        names = set(strict_json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        names = set(strict_json.loads(read_regular(folder / INDEX))["weight_map"].values())
     except (ValueError, KeyError, AttributeError):
         return False
     return all((folder / name).is_file() for name in names)

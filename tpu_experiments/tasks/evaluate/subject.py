@@ -12,10 +12,11 @@ from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, OBJECTIVES, ONLY_OPEN, config_of_run, identity
+from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
 from tpu_experiments.config.schema import Config, NextTokenConfig
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
+from tpu_experiments.config.trust import OBJECTIVES
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths

@@ -46,7 +46,9 @@ def gguf_file(task: AnswerTaskConfig) -> str:
             f"task.weights=gguf with task.run={task.run}; llama.cpp reads files of this machine; copy one of {folder} "
             "here, and name it with task.gguf=FILE."
         )
-    names = [name for name in sorted(paths.list_names(folder)) if name.endswith(".gguf")]
+    names = [
+        name for name in sorted(paths.list_names(folder)) if name.endswith(".gguf") and Path(folder, name).is_file()
+    ]
     found = {_type_of(name): name for name in names if not name.startswith(ADAPTER)}
     if not found:
         raise ConfigError(

@@ -11,7 +11,7 @@ from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.state import newest_parameters
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import values_of_run
+from tpu_experiments.config.identity import require_own_places, values_of_run
 from tpu_experiments.config.model_schema import HELD, LoraConfig, ModelConfig, held_as_given
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, WeightsConfig
@@ -83,6 +83,7 @@ def _run_origin(config: Config, folder: str) -> Origin:
         raise ConfigError(f"{place}; it is no text ({type(error).__name__}); restore it.") from error
     values = values_of_run(config, text=text, place=place, keys=(*TAKEN, "objective", "data"))
     kinds = frozenset(source.kind for source in values.pop("data").values())
+    require_own_places(values, config, place=place)
     changed = replace(config, **values)
     check(changed)
     return Origin(changed, kinds=kinds, lora=changed.lora, text=f"run {folder}")

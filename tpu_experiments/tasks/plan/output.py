@@ -12,7 +12,7 @@ from tpu_experiments.planning.chart import plan_chart_svg
 from tpu_experiments.planning.compare import datasheet_comparison, saved_comparisons
 from tpu_experiments.planning.plan import Comparison, Plan
 from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
-from tpu_experiments.planning.search import overlay_yaml
+from tpu_experiments.planning.search import overlay_yaml, typed_words
 from tpu_experiments.planning.stored_plans import PLAN_FILE, PLANS, compiled_folder
 from tpu_experiments.runtime.processes.chips import tpu_present
 from tpu_experiments.runtime.processes.env import compile_cache_folder
@@ -42,7 +42,7 @@ def publish(plan: Plan, *, config: Config) -> None:
     overlay = overlay_yaml(plan)
     if overlay:
         paths.write_text_atomic(paths.join(folder, "best.yaml"), overlay)
-        print(f"best: the same command with task=train +plan={folder}/best.yaml")
+        print(" ".join([f"best: the same command with task=train +plan={folder}/best.yaml", *typed_words(plan)]))
 
 
 def kept_programs(plan: Plan, *, config: Config) -> str:
