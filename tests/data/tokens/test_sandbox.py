@@ -1,6 +1,8 @@
 """Chat templates within limits: the texts of transformers' own environment, and an end to every bomb."""
 
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,12 +59,14 @@ def test_the_text_is_transformers_own(name: str, turns: tuple[tuple[str, str], .
 LOOPS, ENDS = "{% for a in range(99999) %}" * 2, "{% endfor %}" * 2
 DOUBLED = "{{% set ns = namespace(x={0}) %}}{{% for i in range(99) %}}{1}{{% endfor %}}{{{{ ns.x|{2} }}}}"
 TEXT = "{% set x = 'a' * 100000 %}"
+COLLIDING = "{% set p = 2**61 - 1 %}"
+"""Its multiples all have the hash 0."""
+NESTED = "{{% set ns = namespace(x=(1,)) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}"
 BOMBS = {
     "a range": "{% for i in range(10**9) %}{% endfor %}",
     "ranges in ranges": LOOPS + ENDS,
     "text in them": LOOPS + "x" * 1000 + ENDS,
     "what is printed in them": LOOPS + "{{ messages }}" + ENDS,
-    "a power of a power": "{% set x = 2**4000 %}{{ x * x * x }}",
     "a power": "{{ 10**(10**10) }}",
     "text times a number": "{{ 'a' * 10**10 }}",
     "a number times text": "{{ 10**10 * 'a' }}",
@@ -105,15 +109,76 @@ BOMBS = {
     "negations": "{{ " + "not " * 30_000 + "1 }}",
     "nested loops": "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
     "its own length": "a" * 10**6,
+    "keys of one hash": COLLIDING + "{{ {}.fromkeys(range(0, 99999 * p, p)|list)|length }}",
+    "unique over keys of one hash": COLLIDING + "{{ range(0, 99999 * p, p)|unique|list|length }}",
+    "tuples of tuples hashed": NESTED.format("(ns.x, ns.x)") + "{{ {ns.x: 1} }}",
+    "lists of lists compared": (
+        "{% set a = namespace(x=[]) %}{% set b = namespace(x=[]) %}{% for i in range(60) %}"
+        "{% set a.x = [a.x, a.x] %}{% set b.x = [b.x, b.x] %}{% endfor %}{{ a.x == b.x }}"
+    ),
+    "keys of one hash merged": COLLIDING + "{% set d = dict({}.fromkeys(range(0, 99999 * p, p))) %}{{ dict(d, **{}) }}",
+    "an item of one hash": COLLIDING
+    + "{% for i in range(0, 99999 * p, p) %}{% set _ = {p: 1, i: 2} %}{% endfor %}" * 99,
+    "a power within a test": "{{ (7**(9**9)) is divisibleby(3) }}",
+    "a number as text": (
+        "{% for n in [3000000] %}{% for i in range(9999) %}{{ (2**n) * (3**n) * i > 3 }}{% endfor %}{% endfor %}"
+    ),
+    "a format of an octal": "{{ '%o' % (7**(10**8)) }}",
+    "a precision": "{{ '%.999999999f' % 1.5 }}",
+    "round": "{% for i in range(99999) %}{{ (2**60000)|round(-(10**9))}}{% endfor %}",
+    "sort of long texts": "{% set x = ['a' * 10**7] * 999 %}{% for i in range(99999) %}{{ x|sort|length }}{% endfor %}",
+    "sort by an attribute": "{% for i in range(99999) %}{{ range(99999)|sort(attribute='real')|length }}{% endfor %}",
+    "groupby": "{% for i in range(99999) %}{{ range(99999)|groupby('real')|length }}{% endfor %}",
+    "wordwrap": "{{ ('a ' * 10**7)|wordwrap(1) }}",
+    "urlize": "{{ ('www.' * 10**6)|urlize }}",
+    "striptags": "{{ ('<' * 10**7)|striptags }}",
+    "pprint": NESTED.format("[ns.x, ns.x]") + "{{ ns.x|pprint }}",
+    "batches of batches": "{{ range(99999)|batch(1)|map('batch', 99999, 0)|map('list')|list|length }}",
+    "a sum of lists": "{{ ([[1] * 9999] * 99999)|sum(start=[])|length }}",
+    "a join of a join": "{% set x = ['ab' * 9999] * 9999 %}{{ x|join(x|join) }}",
+    "find": (
+        "{% set x = 'a' * 10**6 %}"
+        "{% for i in range(99999) %}{{ (x ~ 'b').count(x ~ 'c' ~ i) }}{{ x.find('a'*9999 ~ 'b') }}{% endfor %}"
+    ),
+    "a search in a list": (
+        "{% set x = ['a' * 10**6 ~ 'b'] * 9999 %}{% for i in range(99999) %}{{ ('a' * 10**6 ~ 'c') in x }}{% endfor %}"
+    ),
+    "a cycler": (
+        "{% set c = cycler(*range(99999)) %}"
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ c.next() }}{% endfor %}{% endfor %}"
+    ),
+    "a joiner": "{% set j = joiner('a' * 10**6) %}{% for i in range(99999) %}{{ j() }}{% endfor %}",
+    "a namespace that grows": (
+        "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = ns.x + [ns.x|length] %}{% endfor %}"
+    ),
+    "arguments": (
+        "{% macro f() %}{{ varargs|length }}{% endmacro %}{% for i in range(99999) %}{{ f(*range(99999)) }}{% endfor %}"
+    ),
+    "title": (
+        "{% set x = 'a ' * 10**6 %}{% for i in range(99999) %}{{ x|title|length }}{{ x.swapcase()|length }}{% endfor %}"
+    ),
+    "slices": "{% set x = 'ab' * 10**7 %}{% for i in range(99999) %}{{ x[::-1]|length }}{% endfor %}",
+    "splitting": "{{ ('a' * 10**8)|list|length }}{{ ('a ' * 10**8).split()|length }}",
+    "an error's text": "{{ raise_exception('a' * 10**10) }}",
+    "a missing key's text": NESTED.format("(ns.x, ns.x)") + "{{ {}[ns.x] }}",
+    "escapes": "{{ ('<' * 10**8)|forceescape|length }}",
+    "encodings": "{{ ('\u20ac' * 10**9).encode('utf-16') }}",
+    "a power folded when it is compiled": "{% if 0 %}{{ 9**(9**9) }}{% endif %}",
 }
 
 
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that templates reach soon."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "MAX_MEMORY", 2**27)
+
+
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tenth of the steps: the loops of the others take seconds."""
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 50_000)
+def test_a_bomb_ends(name: str, small_limits: None) -> None:
     with pytest.raises(TemplateLimit):
         rendered(BOMBS[name], messages=[{"role": "user", "content": "?"}], add_generation_prompt=False, more={})
+    assert rendered("{{ messages|length }}", messages=[{}], add_generation_prompt=False, more={}) == "1"
 
 
 ESCAPES = {
@@ -135,12 +200,45 @@ def test_nothing_leads_out(name: str) -> None:
         rendered(ESCAPES[name], messages=[{"role": "user", "content": "?"}], add_generation_prompt=False, more={})
 
 
-def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop of few steps, each of which takes long."""
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.02)
-    slow = "{% for i in range(9999) %}{% set x = range(5000)|sort|list|length %}{% endfor %}"
-    with pytest.raises(TemplateLimit, match="takes more than"):
-        rendered(slow, messages=[{"role": "user", "content": "?"}], add_generation_prompt=False, more={})
+def test_the_clock_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 60.0)
+    monkeypatch.setattr(sandbox, "MAX_CLOCK_SECONDS", 0.1)
+    with pytest.raises(TemplateLimit, match=r"0\.1 s on the clock"):
+        rendered(BOMBS["a power"], messages=[], add_generation_prompt=False, more={})
+
+
+def test_a_process_that_was_ended_from_outside_is_replaced() -> None:
+    text = [rendered("{{ messages|length }}", messages=[{}], add_generation_prompt=False, more={})]
+    process = sandbox._renderer._process
+    assert process is not None
+    process.kill()
+    text.append(rendered("{{ messages|length }}", messages=[{}], add_generation_prompt=False, more={}))
+    assert text == ["1", "1"]
+
+
+def test_an_interrupted_rendering_leaves_nothing_for_the_next() -> None:
+    """As when a stop's signal comes while a conversation is rendered."""
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(InterruptedError):
+            rendered(BOMBS["a power"], messages=[], add_generation_prompt=False, more={})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rendered("next", messages=[], add_generation_prompt=False, more={}) == "next"
+
+
+def test_threads_get_their_own_texts() -> None:
+    def text(number: int) -> str:
+        return rendered(f"{number}", messages=[], add_generation_prompt=False, more={})
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(text, range(200))) == list(map(str, range(200)))
 
 
 def test_a_long_conversation_is_no_bomb() -> None:
@@ -168,5 +266,7 @@ def test_a_bomb_that_waits_for_a_word_is_refused_where_it_goes_off(tmp_path: Pat
     (tmp_path / "trap.jinja").write_text(trap)
     tokenizer = load_tokenizer(str(TOKENIZER), revision=None, chat_template_path=str(tmp_path / "trap.jinja"))
     assert render((("user", "later"),), tokenizer=tokenizer, ends_with="turn") == "x"
-    with pytest.raises(ConfigError, match=r"its chat template, or that of model\.chat_template_path=, makes a value"):
+    with pytest.raises(
+        ConfigError, match=r"its chat template, or that of model\.chat_template_path=, takes more than 1,024 MiB"
+    ):
         render((("user", "now"),), tokenizer=tokenizer, ends_with="turn")
