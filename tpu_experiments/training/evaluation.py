@@ -6,8 +6,11 @@ fixed window for every token, without a cache: fast enough for some dozen tokens
 (models/generation.py has a cache). Legend: N all rows, G global batch, R prompts, T tokens, V vocabulary.
 """
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +44,39 @@ WORDS = "words"
 TEXT = "text"
 """Name of the tensor that marks the tokens that stand for text."""
 DERIVED_MEASURES = ("accuracy", "bits_per_byte")
+QUEUED = 2
+"""Batches of an evaluation that are queued before the first is read: the device has work, and a stop waits for few."""
+LOOK_EVERY = 8
+"""Tokens of a sample between two looks at what is written, each of which waits for the device."""
+SAY_EVERY_SECONDS = 30.0
+
+log = logging.getLogger(__name__)
+BetweenBatches = Callable[[], None]
+"""Called between the programs of an evaluation or a sample, at the same ones on all processes; what it raises ends
+it."""
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put the module in evaluation mode inside the block."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+class Told:
+    """Log how far a long piece of work is, every `SAY_EVERY_SECONDS`."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self._due = what, time.monotonic() + SAY_EVERY_SECONDS
+
+    def __call__(self, done: int, total: int | None) -> None:
+        """Log that `done` of `total` is done, if that is due."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + SAY_EVERY_SECONDS
+            log.info("%s: %d%s done", self.what, done, "" if total is None else f" of {total}")
 
 
 @dataclass(frozen=True)
@@ -83,6 +119,7 @@ class Evaluator:
         widths: Widths | None = None,
         draws: bool = False,
         measured: Measured | None = None,
+        between: BetweenBatches = lambda: None,
     ) -> None:
         """Create the evaluator; without `token_scores` and `measured` it reports the loss alone.
 
@@ -93,7 +130,7 @@ class Evaluator:
         """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
         self.token_scores, self.widths, self.draws = token_scores, widths, draws
-        self.measured = measured
+        self.measured, self.between = measured, between
         self.program = runtime.program(self.sums, name="evaluate", held=lambda: held_of(parameters))
 
     @property
@@ -104,16 +141,27 @@ class Evaluator:
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
         """Evaluate every source's batches; all processes take part."""
-        self.module.eval()
-        queued: dict[str, list[Tensor]] = {}
-        num_bytes: dict[str, int] = {}
-        for source, source_batches in batches.items():
-            queued[source], num_bytes[source] = [], 0
-            for batch in source_batches:
-                queued[source].append(self.program(self._send(batch)))
-                num_bytes[source] += self._bytes(batch)
-        self.module.train()
-        totals = {source: torch.stack([on_host(s) for s in sums]).double().sum(0) for source, sums in queued.items()}
+        found: dict[str, list[Tensor]] = {source: [] for source in batches}
+        num_bytes = dict.fromkeys(batches, 0)
+        queued: list[tuple[str, Tensor]] = []
+
+        def read() -> None:
+            source, sums = queued.pop(0)
+            found[source].append(on_host(sums))
+
+        told, done, total = Told("evaluation, batches"), 0, _length(batches)
+        with evaluating(self.module):
+            for source, source_batches in batches.items():
+                for batch in source_batches:
+                    self.between()
+                    queued.append((source, self.program(self._send(batch))))
+                    num_bytes[source] += self._bytes(batch)
+                    if len(queued) > QUEUED:
+                        read()
+                        told(done := done + 1, total)
+        while queued:
+            read()
+        totals = {source: torch.stack(sums).double().sum(0) for source, sums in found.items()}
         overall = torch.stack(list(totals.values())).sum(0)
         if self.measured is not None:
             whole = self.measured.summary(overall.tolist())
@@ -134,9 +182,8 @@ class Evaluator:
 
     def sums_of(self, batch: HostBatch) -> tuple[float, float]:
         """Return loss sum in nats and supervised tokens of one batch; all processes take part."""
-        self.module.eval()
-        sums = self.program(self._send(batch))
-        self.module.train()
+        with evaluating(self.module):
+            sums = self.program(self._send(batch))
         if self.measured is not None:
             found = self.measured.summary(on_host(sums).double().tolist())
             return found.loss * found.num_predictions, float(found.num_predictions)
@@ -187,6 +234,12 @@ def _derived(sums: Tensor, *, num_bytes: int) -> dict[str, float]:
     return {name: float(found[name][0]) for name in DERIVED_MEASURES if np.isfinite(found[name][0])}
 
 
+def _length(batches: Mapping[str, Iterable[HostBatch]]) -> int | None:
+    """Return the number of batches; None where they are not made yet."""
+    each = [len(found) if isinstance(found, list) else None for found in batches.values()]
+    return None if None in each else sum(number for number in each if number is not None)
+
+
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
     """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
 
@@ -214,15 +267,20 @@ class Sampler:
         settings: SampleConfig,
         seed: int,
         name: str = "sample",
+        between: BetweenBatches = lambda: None,
     ) -> None:
         """Build the program; `name` is its name among those that a run expects."""
+        self.between = between
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
         self.program = runtime.program(self.next_token, name=name, held=lambda: held_of(parameters))
 
     def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
-        """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence."""
+        """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence.
+
+        Every process takes part. It ends once every row has ended, which is looked at once in `LOOK_EVERY` tokens.
+        """
         kept = [ids[-(self.window - max_new_tokens) :] for ids in prompts]
         ids_RT = torch.zeros(len(kept), self.window, dtype=torch.int32)
         for row, ids in enumerate(kept):
@@ -232,12 +290,18 @@ class Sampler:
         if self.temperature:
             started[WORDS] = torch.from_numpy(random_words(len(kept), key=self.seed % 2**64))
         batch = self.runtime.put(started, rows_dim=-1)
-        self.module.eval()
-        for _ in range(max_new_tokens):
-            batch = self.program(batch)
-        self.module.train()
-        rows = on_host(batch["ids"])
-        written = [row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, kept, strict=True)]
+        told = Told("sample, tokens")
+        with evaluating(self.module):
+            for done in range(1, max_new_tokens + 1):
+                self.between()
+                batch = self.program(batch)
+                if done % LOOK_EVERY == 0 and done < max_new_tokens:
+                    told(done, max_new_tokens)
+                    written = _written(batch, kept, num=done)
+                    is_open = any(len(_until_end(ids, self.tokenizer)) == done for ids in written)
+                    if not self.runtime.any_process(is_open):
+                        break
+        written = _written(batch, kept, num=max_new_tokens)
         return [
             str(self.tokenizer.decode(_until_end(ids, self.tokenizer), skip_special_tokens=True)).strip()
             for ids in written
@@ -290,6 +354,12 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     begin, _ = text_end_ids(tokenizer)
     start = [] if begin is None else [begin]
     return start + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _written(batch: Mapping[str, Tensor], prompts: Sequence[list[int]], *, num: int) -> list[list[int]]:
+    """Return the first `num` tokens after every prompt; waits for the device."""
+    rows = on_host(batch["ids"])
+    return [row[len(ids) : len(ids) + num].tolist() for row, ids in zip(rows, prompts, strict=True)]
 
 
 def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -262,6 +262,7 @@ class Trainer:
         else:
             self.step_program = self.seat.step_program()
         parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters}
+        parts["between"] = self.leave_if_requested
         self.evaluator = self.build_evaluator()
         self.sampler = Sampler(
             self.model.module,
@@ -303,6 +304,7 @@ class Trainer:
             measured=None if is_own else measured_by(self.objective),
             # Bytes are those of the tokens that decoders predict.
             widths=widths_of(tokenizer) if tokenizer is not None and writes_text(self.config) else None,
+            between=self.leave_if_requested,
         )
 
     def build_saver(self) -> Saver:
@@ -453,8 +455,10 @@ class Trainer:
     def restore_checked(self) -> None:
         """Restore a checkpoint or the warm start, and run the canaries: that of losses in every life of a run."""
         host = HostModel(self)
+        self.leave_if_requested()
         with self.watch.measure("canary"):
             losses = check_losses(self, host)
+        self.leave_if_requested()
         with self.watch.measure("load"):
             self.restore()
         if self.progress.step > 0:
@@ -463,11 +467,12 @@ class Trainer:
             gradients = check_first_gradients(self, host)
         found = (gradients or {}) | ({} if losses is None else {"losses": losses})
         self.progress.canary = found or None
+        self.leave_if_requested()
         self.load_warm_start()
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from the current position to its last step."""
-        self.stop_if_requested()
+        self.leave_if_requested()
         rows = stage_rows(self.inputs, stage, config=self.config)
         num_steps = stage_steps(rows, stage, inputs=self.inputs, config=self.config)
         if len(self.progress.stages) == stage.index:  # a checkpoint from before the first step may have the record
@@ -531,6 +536,7 @@ class Trainer:
 
     def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
+        self.is_saved = False
         self.progress.advance(info.stage_step)
         self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.share[0]))
         step = self.progress.step + 1
@@ -555,12 +561,10 @@ class Trainer:
         """Log what has arrived; evaluate, save or stop when that is due."""
         step = self.progress.step
         self.record(self.window.drain())
-        if self.stop.agreed():  # before an evaluation, which may exceed the grace period
-            self.save(leaves=True)
-            self.stop.grace.only_uploads_remain()
-            raise StoppedByRequest
+        self.leave_if_requested()
         is_evaluated = not last and self.evaluates_after(step)
         if is_evaluated:
+            self.save_before_compiling()
             self.wait_and_record()
             with self.meters.excluded():
                 self.evaluate_stage(stage)
@@ -588,11 +592,19 @@ class Trainer:
         steps = range(self.progress.step + 1, done + 1)
         self.outputs.rewind(self.progress.step, num_lost=sum(not before.is_skipped(step) for step in steps))
 
-    def stop_if_requested(self) -> None:
-        """Stop on request; call it where everything done is saved."""
-        if self.stop.agreed():
-            self.stop.grace.only_uploads_remain()
-            raise StoppedByRequest
+    def leave_if_requested(self) -> None:
+        """Stop on request with a checkpoint of the last step; all processes call it at the same points.
+
+        An evaluation or a sample that it leaves is repeated when the run goes on: nothing of it is reported yet.
+        """
+        if not self.stop.agreed():
+            return
+        if self.is_saved:
+            self.saver.join()
+        else:
+            self.save(leaves=True)
+        self.stop.grace.only_uploads_remain()
+        raise StoppedByRequest
 
     def start_profile_if_due(self) -> None:
         """Start the profile before its first step."""
@@ -612,25 +624,31 @@ class Trainer:
 
     def evaluate_before(self) -> None:
         """Evaluate and sample the untrained model."""
-        evaluation = self.timed_evaluation()
+        evaluation, answered, texts = self.timed_evaluation(), self.ask(), self.sampled("before")
+        self.has_evaluated = True
         self.progress.eval_loss_before = evaluation.loss
         self.progress.eval_sources_before = evaluation.sources
         self.progress.eval_measures_before = evaluation.measures
         self.progress.eval_source_measures_before = evaluation.source_measures
         self.report_evaluation(evaluation)
-        self.progress.skill_before = self.ask()
-        self.progress.sample_before = self.write_sample("before")
+        self.report_answers(answered)
+        self.progress.skill_before = answered
+        self.progress.sample_before = self.report_samples(texts, "before")
 
     def finish_run(self) -> None:
         """Evaluate, sample, export, and write result.json."""
-        self.stop_if_requested()
+        self.leave_if_requested()
         self.stop.grace.only_uploads_remain()  # all training is saved: a request to stop needs no checkpoint now
         evaluation = self.evaluated or self.timed_evaluation()
+        answered = self.ask() if self.answered is None else self.answered
+        texts = self.sampled("after")
+        self.leave_if_requested()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
-        answered = self.ask() if self.answered is None else self.answered
         self.guard.require_finite_end(evaluation.loss, self.progress.guard)
-        sample = self.write_sample("after")
+        if self.answered is None:
+            self.report_answers(answered)
+        sample = self.report_samples(texts, "after")
         with self.watch.measure("checkpoint"):
             stored = self.stored_parameters
             self.take_averages(stored)
@@ -672,6 +690,15 @@ class Trainer:
             else:
                 self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
+        self.is_saved = True
+
+    def save_before_compiling(self) -> None:
+        """Save before the first evaluation of a process, unless the last step is saved.
+
+        Python sees no signal while it waits for a compiler, which may take longer than `checkpoint.grace_seconds`.
+        """
+        if not (self.is_saved or self.has_evaluated) and self.is_sound():
+            self.save()
 
     def snapshot(self) -> Snapshot:
         """Return everything that a step changes, uncopied."""
@@ -723,6 +750,10 @@ class Trainer:
 
     # ---- evaluations and early stopping -------------------------------------------------------------------------
 
+    is_saved = True
+    """Whether the last step is in a checkpoint, complete or being written; also before the first step."""
+    has_evaluated = False
+    """Whether this process has evaluated and sampled, and so has compiled what that takes."""
     evaluated: Evaluation | None = None
     """Evaluation of the current parameters; None if they have changed since."""
     answered: dict[str, AnswersRecord] | None = None
@@ -744,8 +775,12 @@ class Trainer:
         return bool(every) and step % every == 0
 
     def evaluate_stage(self, stage: Stage) -> None:
-        """Evaluate a stage, report it, apply the stage's exit test, and write samples."""
-        evaluation = self.timed_evaluation()
+        """Evaluate a stage, report it, apply the stage's exit test, and write samples.
+
+        Everything is computed before anything is reported, so that a stop leaves no half of it.
+        """
+        evaluation, answered, texts = self.timed_evaluation(), self.ask(), self.sampled("during")
+        self.has_evaluated = True
         self.report_evaluation(evaluation)
         record = self.progress.stages[-1]
         record.eval_loss, record.eval_sources = evaluation.loss, evaluation.sources
@@ -753,33 +788,42 @@ class Trainer:
             apply_exit_test(record, evaluation, stage=stage, step=self.progress.step)
             if record.ended_by:
                 log.info("stage %s ends after %d steps: %s", stage.name, record.steps, record.ended_by)
-        self.evaluated = evaluation
-        self.answered = self.ask()
-        self.write_sample("during")
+        self.evaluated, self.answered = evaluation, answered
+        self.report_answers(answered)
+        self.report_samples(texts, "during")
 
-    def write_sample(self, when: str) -> str | None:
-        """Log a continuation of every prompt; return that of `sample.prompt`."""
+    def sampled(self, when: str) -> list[str]:
+        """Return a continuation of every prompt; empty where none is due."""
         settings, inputs = self.config.sample, self.inputs
         if not samples(self.config) or (when == "during" and settings.at == "ends"):
-            return None
+            return []
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
-            texts = self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
+            return self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
+
+    def report_samples(self, texts: list[str], when: str) -> str | None:
+        """Log the samples; return that of `sample.prompt`."""
+        if not texts:
+            return None
         self.outputs.sample(self.progress.step, texts, when=when)
         return texts[0]
 
     def ask(self) -> dict[str, AnswersRecord]:
-        """Ask and log every set of questions; return the results."""
+        """Ask every set of questions; return the results."""
         if not self.inputs.questions:
             return {}
         with self.watch.measure("eval"):
-            found = self.asker.ask(self.inputs.questions)
-        self.outputs.answers(self.progress.step, found)
-        return found
+            return self.asker.ask(self.inputs.questions)
+
+    def report_answers(self, answered: dict[str, AnswersRecord]) -> None:
+        """Log the results of every set of questions."""
+        if answered:
+            self.outputs.answers(self.progress.step, answered)
 
     def end_stage(self, stage: Stage) -> None:
         """Evaluate after the last step, and restore the best evaluation's step if the stage ends with it."""
         if self.progress.eval_step != self.progress.step:
+            self.save_before_compiling()
             self.evaluate_stage(stage)
         record = self.progress.stages[-1]
         best, record.held_step = record.held_step, None
@@ -813,6 +857,7 @@ class Trainer:
         folder, hosts = self.outputs.folder.path("checkpoints"), self.runtime.hosts
         verify_newest(folder, hosts, before=before)
         found = self._read_checkpoint(folder, before=before)
+        self.is_saved = True
         steps = hosts.gather(None if found is None else found.step)
         if len(set(steps)) > 1:
             raise ConfigError(

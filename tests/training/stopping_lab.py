@@ -1,0 +1,36 @@
+"""A trainer whose programs leave a line each, and that sends itself SIGTERM at a chosen one.
+
+`STRIKE=sample:3` sends it in the third call of the sample's program; `CALLS` is the file of the lines.
+"""
+
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+from tpu_experiments.training.trainer import Trainer
+
+
+class Struck(Trainer):
+    """Trainer of a run that is asked to stop inside an evaluation or a sample."""
+
+    def build(self) -> None:
+        """Build, and count the calls of the programs."""
+        super().build()
+        calls = Counter[str]()
+        for name, owner in (("evaluate", self.evaluator), ("sample", self.sampler), ("ask", self.asker.sampler)):
+            owner.program = _counted(owner.program, name, calls)
+        self.step_program = _counted(self.step_program, "train", calls)
+
+
+def _counted(program: Any, name: str, calls: "Counter[str]") -> Any:
+    def counted(*inputs: Any, **more: Any) -> Any:
+        calls[name] += 1
+        call = f"{name}:{calls[name]}"
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(call + "\n")
+        if call == os.environ.get("STRIKE"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return program(*inputs, **more)
+
+    return counted

@@ -1,0 +1,45 @@
+"""SIGTERM inside an evaluation or a sample: the last step is saved there, and the run ends as one left alone.
+
+tests/benchmarks/stops.py sends it at 30 drawn instants.
+"""
+
+import pytest
+
+from tests.training.crashing import Run, require_equal
+
+STRUCK = (
+    "plugins=[tests.training.stopping_lab]",
+    "trainer._target_=tests.training.stopping_lab.Struck",
+    "hw.runtime=eager",
+    "trainer.max_eval_rows=64",
+    "sample.max_new_tokens=12",
+    "checkpoint.every_steps=100",
+)
+"""Eight batches in an evaluation and twelve tokens in a sample; no checkpoint but those of stops and stages' ends."""
+STRIKES = {"sample:15": 5, "evaluate:12": 8, "evaluate:14": 10}
+"""Call that SIGTERM comes in, and the step before it: in mid-stage, at a stage's end, after that stage's checkpoint."""
+
+
+@pytest.mark.parametrize(
+    "how", [(), pytest.param(("hw.parallel=spawn", "hw.num_devices=2"), marks=pytest.mark.slow)], ids=["one", "two"]
+)
+def test_a_stop_inside_an_evaluation_or_a_sample_loses_no_step(tmp_path, monkeypatch, how):
+    """Records are compared with their samples; only the checkpoint's step shows that none was lost."""
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("CALLS", str(calls))
+    common = (*STRUCK, *how, f"prepare.folder={tmp_path / 'prepared'}")
+    whole, stopped = Run(tmp_path / "whole", common), Run(tmp_path / "stopped", common)
+    whole.finish()
+    for strike, step in STRIKES.items():
+        calls.unlink()
+        monkeypatch.setenv("STRIKE", strike)
+        code = stopped.start().wait(timeout=600)
+        assert code == 75, (stopped.folder / "output").read_text()[-4000:]
+        newest = max((stopped.folder / "run" / "checkpoints").glob("step_*/COMMIT.json")).parent
+        assert newest.name == f"step_{step:08d}"
+        # A second process may be a call or two behind the one that was struck.
+        assert strike in calls.read_text().split()[-(1 if not how else 4) :]
+    monkeypatch.delenv("STRIKE")
+    stopped.finish()
+    require_equal(stopped, whole)
+    assert stopped.resumes == [(step, 0) for step in STRIKES.values()]
