@@ -28,6 +28,8 @@ from tpu_experiments.storage.process import boot_seconds, started_ticks
 from tpu_experiments.storage.retry import explain_storage_errors, shown, with_timeout
 
 NAME = ".lease.json"
+PROBE = ".time-"
+"""Beginning of the name of a file that is written for the storage's time."""
 RENEW_SECONDS = 20.0
 VALID_SECONDS = 120.0  # six renewals: a run keeps its lease while a bucket is out of reach for a minute
 LOCK_SECONDS = 5.0
@@ -105,6 +107,7 @@ class Lease:
         holder = read(self._folder)
         if holder is None or holder.id != self._owner.id:
             raise ConfigError(_refusal(self._name, holder, seconds=VALID_SECONDS))
+        _remove_leftovers(self._folder)
 
     def release(self) -> None:
         """Remove the lease if this process still owns it; a second call does nothing."""
@@ -114,6 +117,7 @@ class Lease:
         with self._writing, contextlib.suppress(Exception):  # if storage is out of reach, the lease expires by itself
             holder = read(self._folder)
             if holder is not None and holder.id == self._owner.id:
+                _remove_leftovers(self._folder)
                 paths.remove_tree(self.path)
 
     def _renew_until_stopped(self) -> None:
@@ -249,15 +253,27 @@ def _refusal(name: str, holder: Owner | None, *, seconds: float) -> str:
 def _age_seconds(folder: str, holder: Owner) -> float:
     """Return the seconds since the last renewal by the storage's clock; without one, poll the lease."""
     path = paths.join(folder, NAME)
-    probe = paths.join(folder, f".time-{uuid.uuid4().hex[:8]}")
+    probe = paths.join(folder, f"{PROBE}{uuid.uuid4().hex[:8]}")
     paths.write_text_atomic(probe, "")
     try:
-        now, then = paths.modified_seconds(probe), paths.modified_seconds(path)
+        now = paths.modified_seconds(probe)
     except FileNotFoundError:
-        return VALID_SECONDS  # released meanwhile
+        return 0.0  # its holder lives: it has just removed the probe as a leftover
     finally:
         paths.remove_tree(probe)
+    try:
+        then = paths.modified_seconds(path)
+    except FileNotFoundError:
+        return VALID_SECONDS  # released meanwhile
     return now - then if now is not None and then is not None else _poll_age(folder, holder)
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Remove what processes that were killed left in a run folder under temporary names; its lease is held."""
+    paths.remove_leftovers(folder)
+    for name in paths.list_names(folder):
+        if name.startswith(PROBE):
+            paths.remove_tree(paths.join(folder, name))
 
 
 def _poll_age(folder: str, holder: Owner) -> float:

@@ -9,16 +9,18 @@ tried from the working folder and then from the repository's root, since shipped
 
 import bisect
 import difflib
+import fcntl
 import glob
 import math
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -322,10 +324,13 @@ def _replace(path: Path, *, fill: Callable[[Path], object]) -> None:
     """Fill a temporary file next to `path`, sync it to disk, then rename it."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        fill(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with temporary.open("xb") as held:
+            with suppress(OSError):  # not every mount has locks
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer lives (remove_leftovers)
+            fill(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -333,6 +338,23 @@ def _replace(path: Path, *, fill: Callable[[Path], object]) -> None:
         os.fsync(folder)  # the rename itself survives a power cut only after this
     finally:
         os.close(folder)
+
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove the temporary files that killed processes left in a local folder and below; does nothing for a URL.
+
+    A file whose writer lives is locked and stays, as do all where the mount has no locks. Remote writes have none.
+    """
+    if is_remote(folder):
+        return
+    for place, _, names in os.walk(_local(folder)):
+        for name in filter(_TEMPORARY.fullmatch, names):
+            with suppress(OSError), Path(place, name).open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(place, name).unlink()
 
 
 REPOSITORY = Path(__file__).parents[2]
