@@ -10,7 +10,8 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.loggers.base import LoggerContext
-from tpu_experiments.loggers.wandb import WandbLogger
+from tpu_experiments.loggers.wandb import ID, WandbLogger, run_id
+from tpu_experiments.storage.run_folder import RunFolder
 
 MakeContext = Callable[..., LoggerContext]
 
@@ -37,7 +38,7 @@ def test_an_offline_run_leaves_its_files_in_the_run_folder(make_context: MakeCon
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "context")], env=clean | home, check=True)
     (run,) = Path(context.run_folder.path("wandb")).glob("offline-run-*")
-    (record,) = run.glob("run-x.wandb")
+    (record,) = run.glob(f"run-{run_id(context.run_folder)}.wandb")
     content = record.read_bytes()
     for expected in (b"train/loss", b"2.5", b"lora.r", b"eval/loss", b"1.25"):
         assert expected in content
@@ -55,3 +56,19 @@ def test_without_the_package_the_error_says_what_to_do(
 
 def test_its_failure_never_stops_a_run() -> None:
     assert WandbLogger.on_error == "drop"
+
+
+def test_the_id_is_of_the_folder_and_has_plain_characters(tmp_path: Path) -> None:
+    """Two sweeps have points of the same names; an id that somebody wrote in the folder is not taken as it is."""
+    names = ("lora.r=4,optim.lr=1e-3", "a:b;c,d#e?f/g'h", "ăîș", "x" * 120, "-", "plain")
+    folders = [RunFolder(str(tmp_path / sweep), name.replace("/", "")) for sweep in "ab" for name in names]
+    made = [run_id(folder) for folder in folders]
+    assert all(ID.fullmatch(each) for each in made)
+    assert len(set(made)) == len(folders)
+    assert [run_id(folder) for folder in folders] == made
+    assert made[0].startswith("lora-r-4-optim-lr-1e-3-")
+    for foreign in ("a/b", "x" * 65, ""):
+        Path(folders[0].path("wandb", "id")).write_text(foreign)
+        assert ID.fullmatch(run_id(folders[0]))
+    on_bucket = RunFolder("memory://ids", "a,b")
+    assert run_id(on_bucket) == run_id(on_bucket)

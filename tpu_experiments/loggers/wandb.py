@@ -3,6 +3,8 @@
 import html
 import io
 import os
+import re
+import secrets
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,12 +12,20 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Mirror
+
+ID_FILE = "id"
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME = 50
+"""Characters of the run's name in an id."""
 
 
 class WandbLogger:
-    """W&B run whose id is the run's name, so that a resumed run continues it."""
+    """W&B run with an id of the run folder's own, so that a resumed run continues it and no other run does."""
 
+    package = "wandb"
     on_error: Literal["raise", "drop"] = "drop"
 
     def __init__(self, context: LoggerContext, *, project: str, mode: str | None = None) -> None:
@@ -30,13 +40,14 @@ class WandbLogger:
         mode = mode or os.environ.get("WANDB_MODE", "offline")
         self._run: Any = wandb.init(
             project=project,
-            id=context.run_folder.name,
+            id=run_id(context.run_folder),
             name=context.run_folder.name,
             dir=str(Path(self._mirror.local).parent),  # wandb adds the folder "wandb" itself
             mode=mode,  # type: ignore[arg-type]
             resume="allow" if mode == "online" else None,  # offline it only warns
             config=redacted(flatten(context.config)),
-            settings=wandb.Settings(console="off"),  # run.log has the text, and capturing would wrap the bar
+            # run.log has the text, and capturing would wrap the bar. The runs of a pack are in one process.
+            settings=wandb.Settings(console="off", reinit="create_new"),
         )
         # W&B drops steps below its last one, which a resumed run repeats; a step metric of our own is kept.
         self._run.define_metric("step")
@@ -65,3 +76,20 @@ class WandbLogger:
         """End the W&B run and upload its files to a remote run folder."""
         self._run.finish()
         self._mirror.close()
+
+
+def run_id(folder: RunFolder) -> str:
+    """Return the id in `<run>/wandb/id`, or write a new one there: the run's name, made plain, and a random part.
+
+    W&B refuses `:;,#?/'` in an id, points of two sweeps share their names, and an id that was deleted on its server is
+    refused as well, so neither the name nor a hash of the path will do.
+    """
+    place = folder.path("wandb", ID_FILE)
+    stored = paths.read_text(place).strip() if paths.exists(place) else ""
+    if ID.fullmatch(stored):
+        return stored
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-")[:MAX_NAME]
+    made = f"{plain or 'run'}-{secrets.token_hex(4)}"
+    paths.make_dirs(folder.path("wandb"))
+    paths.write_text_atomic(place, made + "\n")
+    return made

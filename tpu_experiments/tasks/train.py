@@ -19,7 +19,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
-from tpu_experiments.loggers.base import LoggerContext, Loggers
+from tpu_experiments.loggers.base import LoggerContext, Loggers, MetricLogger
 from tpu_experiments.loggers.closing_lines import print_if_finished, summary
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
@@ -345,15 +345,24 @@ def print_once(runtime: Runtime, text: str) -> None:
 
 
 def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Loggers:
-    """Return every selected logger, initialised with the run's length and resume step."""
+    """Return every selected logger, initialised with the run's length and resume step.
+
+    One with `on_error = "drop"` that cannot start is left out.
+    """
     total = sum(num_steps(inputs, stage, config=config) for stage in inputs.stages)
     context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
-    return Loggers(
-        {
-            name: locate(logger._target_, key=f"logger.{name}")(context, **logger.options)
-            for name, logger in config.logger.items()
-        }
-    )
+    made: dict[str, MetricLogger] = {}
+    for name, logger in config.logger.items():
+        kind = locate(logger._target_, key=f"logger.{name}")
+        try:
+            made[name] = kind(context, **logger.options)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if getattr(kind, "on_error", "raise") != "drop":
+                raise
+            log.warning("logger=%s cannot start and is left out; the run continues without it", name, exc_info=error)
+    return Loggers(made)
 
 
 def resume_step(folder: RunFolder) -> int:
