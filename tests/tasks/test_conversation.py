@@ -43,6 +43,26 @@ def test_the_oldest_turns_are_left_out_and_the_system_text_is_not():
         fitted((system, *TURNS), reader=reader_of(len(last) - 1), place="here")
 
 
+@pytest.mark.parametrize("num", [1, 63, 65, 401, 10_001])
+def test_a_long_conversation_is_cut_where_one_turn_more_would_not_fit(num):
+    turns = tuple(("assistant" if n % 2 else "user", f"{n} " * (n % 7 + 1)) for n in range(num))
+    for longest in (40, 300, 1500):
+        reader, lengths = reader_of(longest), []
+
+        def ids(prompt, reader=reader, lengths=lengths):
+            lengths.append(len(prompt.messages))
+            return reader.ids(prompt)
+
+        counting = Reader(ids, reader.tokenizer, reader.ends, "chat", reader.buckets)
+        prompt, found, num_left_out = fitted(turns, reader=counting, place="here")
+        assert prompt.messages == turns[num_left_out:]
+        assert len(found) <= longest
+        if num_left_out:
+            assert num_left_out % 2 == 0
+            assert len(reader.ids(prompts.Prompt(turns[num_left_out - 2 :], "here"))) > longest
+        assert sum(lengths) <= max(num, 20 * longest), "one render a dropped turn would read far more"
+
+
 def test_a_turn_that_is_refused_leaves_the_conversation_as_it_was(capsys):
     reader = reader_of(40)
     talk = Conversation(system=None)
