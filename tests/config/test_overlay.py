@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from run import with_plan_overlay
 from tests.config.composing import composed, refusal
+from tpu_experiments.command_line import with_plan_overlay
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import overlay_file, override_of, with_overlay
 from tpu_experiments.config.schema import GROUPS, Config
