@@ -473,6 +473,41 @@ DEFECTS = (
         "",
         "tests/training/test_evaluate.py",
     ),
+    Defect(
+        "traces: TensorBoard's files are named by the clock alone",
+        "tpu_experiments/loggers/tensorboard.py",
+        "begun = max([int(time.time()), *(1 + when for when in times)])",
+        "begun = int(time.time())",
+        "tests/logging/test_tensorboard.py",
+    ),
+    Defect(
+        "traces: what the last step has already is written again",
+        "tpu_experiments/loggers/tensorboard.py",
+        "new = [value for value in values if shown_as(step, value) not in self._shown]",
+        "new = list(values)",
+        "tests/logging/test_tensorboard.py",
+    ),
+    Defect(
+        "traces: a file that is being written is a leftover",
+        "tpu_experiments/storage/paths.py",
+        "fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "tests/io/test_leftovers.py",
+    ),
+    Defect(
+        "traces: a machine that came while it was deleted is free",
+        "launch/tpu_vm/money.py",
+        "if free_at is None or now - free_at < BOOT_SECONDS:",
+        "if True:",
+        "tests/launch/test_random_clouds.py",
+    ),
+    Defect(
+        "traces: a bug while an error of the network is handled is the network's",
+        "tpu_experiments/config/surroundings.py",
+        "each = each.__cause__ or (",
+        "each = each.__cause__ or each.__context__ or (",
+        "tests/config/test_surroundings.py",
+    ),
 )
 
 

@@ -1,6 +1,5 @@
 """Reports of unexpected errors: one sentence for the user, and the traceback in a log file."""
 
-import errno
 import os
 import platform
 import re
@@ -13,15 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.surroundings import sentence_of
 
 RUN_LOG = "run.log"
-OF_THE_SYSTEM = frozenset(
-    {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
-    | {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE}
-)
-"""Error numbers of problems with a file, folder or disk rather than with this program."""
-
-
 NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
 """Texts of out-of-memory errors raised by torch or Arrow."""
 
@@ -33,11 +26,9 @@ def bug_sentence(error: Exception, *, config: Config | None) -> str:
         config: of the run whose folder has run.log; None where there is none yet.
     """
     log = write_traceback(error, config=config)
-    if isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_SYSTEM:
-        return (
-            f"{os.fsdecode(error.filename)}; the system refuses it ({error.strerror}); mend, move or remove it, or "
-            f"name another place; the traceback is in {log}."
-        )
+    outside = sentence_of(error)
+    if outside is not None:
+        return f"{outside[0]}; the traceback is in {log}."
     lines = str(error).strip().splitlines()
     reason = f"{type(error).__name__}{f': {lines[-1]}' if lines else ''}".rstrip(".")
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):

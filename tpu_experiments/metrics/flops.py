@@ -657,7 +657,7 @@ def flops_of_token(
             needs four times: each is as many FLOPs as the weights' product with `lora_rank` tokens.
 
     Raises:
-        ConfigError: a model that decoder.py does not support.
+        ConfigError: a model that `read_decoder` does not support.
     """
     decoder, trained = read_decoder(arch), trainable == "full"
     names = [] if trained else list(targets)

@@ -82,7 +82,7 @@ def programs_key(config: Config, arch: Any) -> str:
         arch: `model.arch`, config.json as a dict, or a transformers config.
 
     Raises:
-        ConfigError: a model that decoder.py does not support.
+        ConfigError: a model that `read_decoder` does not support.
     """
     geometries = [stage.geometry for stage in resolve_stages(config)]
     facts = program_facts(config, arch)
@@ -107,7 +107,7 @@ def program_facts(config: Config, arch: Any) -> dict[str, Any]:
     The batches are not part of them.
 
     Raises:
-        ConfigError: a model that decoder.py does not support.
+        ConfigError: a model that `read_decoder` does not support.
     """
     chip = config.hw.chip
     facts = {

@@ -134,7 +134,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     25 % below and 45 % above their temporaries. It does not model tiles, fragmentation or XLA's fusion.
 
     Raises:
-        ConfigError: a model that decoder.py does not support.
+        ConfigError: a model that `read_decoder` does not support.
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1

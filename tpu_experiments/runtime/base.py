@@ -246,5 +246,5 @@ class Program(Protocol[Result]):
         """Queue the program on the device and return its outputs without waiting for them.
 
         Args:
-            then: called with the same outputs once they are computed, possibly in another thread.
+            on_output: called with the same outputs once they are computed, possibly in another thread.
         """

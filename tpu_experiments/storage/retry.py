@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.surroundings import CLIENTS, OF_STATUS, TRANSIENT, fault_of, status_of
 
 PATIENCE_SECONDS = 5.0
 """Time after the request for operations with a substitute on the local disk, and the minimum for all others."""
@@ -46,7 +47,7 @@ class Grace:
 
         Args:
             seconds: that time.
-            asked_at: returns the monotonic time of the stop request; None before one.
+            requested_at: returns the monotonic time of the stop request; None before one.
         """
         self._seconds, self._requested_at = seconds, requested_at
         self._leaving_at: float | None = None
@@ -74,7 +75,7 @@ class Grace:
 
 
 def only_uploads_remain() -> None:
-    """Note that the work of this process is over (Grace.leave), after a stop request or not."""
+    """Note that the work of this process is over (Grace.only_uploads_remain), after a stop request or not."""
     if _grace is not None:
         _grace.only_uploads_remain()
 
@@ -178,7 +179,7 @@ def with_timeout(call: Callable[[], Result], *, place: str, operation: str) -> R
 
     Raises:
         NoAnswer: nothing was transferred for `SILENT_SECONDS`, or it took `UNSEEN_SECONDS`.
-        TimeoutError: the process has to end (grace.py).
+        TimeoutError: the process has to end (`Grace`).
         BaseException: the error of `call`.
     """
     pulse = Pulse()
@@ -265,12 +266,13 @@ def session_settings() -> dict[str, Any]:
     return {"trace_configs": [tracing], "request_class": Request, "response_class": Response}
 
 
-Kind = Literal["transient", "credentials", "forbidden", "missing", "full", "lasting"]
+Kind = Literal[
+    "transient", "credentials", "forbidden", "missing", "full", "lasting", "proxy", "legal", "changed", "certificate"
+]
 
 # Google asks for growing, randomised waits after 408, 429 and 5xx (cloud.google.com/storage/docs/retry-strategy).
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 SILENT_TRIES_AGAIN = 1
-TRANSIENT_CODES = {408, 429, 500, 502, 503, 504}
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files (ulimit -f)
 # Errors of a mounted bucket, Google Drive or NFS that has temporarily lost its connection.
 TRANSIENT_ERRNOS = {
@@ -278,7 +280,6 @@ TRANSIENT_ERRNOS = {
     errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
 }  # fmt: skip
 LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-CLIENTS = ("aiohttp", "requests", "urllib3", "google", "gcsfs", "fsspec")
 
 
 LOCAL_REMEDIES = {
@@ -312,11 +313,14 @@ def kind_of(error: BaseException) -> Kind | None:
     """Classify a storage failure; None for other errors (a TypeError, say)."""
     if isinstance(error, ConfigError):  # raised by storage/paths.py for the user, from the original error
         return kind_of(error.__cause__) if error.__cause__ is not None else None
-    code = getattr(error, "code", None) or getattr(error, "status", None)
-    if isinstance(code, int) or (isinstance(code, str) and code.isdigit()):
-        return _kind_of_code(int(code))
+    code = status_of(error)
+    if code is not None:
+        return _kind_of_code(code)
     if _is_refused_login(error):
         return "credentials"
+    found = fault_of(error)
+    if found is not None and found[1].kind is not None:
+        return found[1].kind
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, LASTING):
         if error.errno in FULL:
             return "full"
@@ -327,7 +331,7 @@ def kind_of(error: BaseException) -> Kind | None:
         return "forbidden" if isinstance(error, PermissionError) else "lasting"
     if isinstance(error, OSError) and str(error).startswith("Forbidden"):
         return "forbidden"  # gcsfs' form of a 403
-    is_client = type(error).__module__.split(".")[0] in CLIENTS
+    is_client = type(error).__module__.partition(".")[0] in CLIENTS
     return "transient" if is_client or isinstance(error, OSError | EOFError | TimeoutError) else None
 
 
@@ -337,8 +341,8 @@ def with_retries(
     """Run `call`, which does `operation` on the path or URL `place`, with retries; return its result.
 
     Transient failures are retried after each of `WAITS_SECONDS`. `call` must be idempotent: a request whose answer was
-    lost has had its effect. A request that timed out (answers.py) is retried once, and not at all where there is a
-    substitute (grace.py).
+    lost has had its effect. A request that timed out (`with_timeout`) is retried once, and not at all where there is a
+    substitute (`with_substitute`).
 
     Raises:
         Exception: the error of `call`, if it is lasting, or if there is no try or no time left.
@@ -371,7 +375,9 @@ def complaint(error: BaseException, *, place: str) -> str:
         "full": "the disk is full; free some space, or choose another place",
         "transient": "storage does not answer; check the network",
     }
-    sentence = remedy.get(kind_of(error) or "", "storage refuses the operation; the log has the trace")
+    found = fault_of(error)
+    unknown = "storage refuses the operation; the log has the trace"
+    sentence = remedy.get(kind_of(error) or "") or (f"{found[1].what}; {found[1].remedy}" if found else unknown)
     if _is_of_folder(error, place):
         sentence = LOCAL_REMEDIES[error.errno]  # type: ignore[attr-defined]
     return f"{place}; {shown(error)}: {sentence}."
@@ -381,7 +387,7 @@ def is_explained(error: BaseException, *, place: str) -> bool:
     """Return whether `complaint` suffices for the user; other errors need their traceback."""
     kind, is_remote = kind_of(error), "://" in place and not place.startswith("file://")
     if is_remote:
-        return kind in ("credentials", "full", "transient", "forbidden", "missing")
+        return kind not in (None, "lasting")
     return kind in ("credentials", "full") or _is_of_folder(error, place)
 
 
@@ -418,17 +424,17 @@ def explain_storage_errors(place: str, *, full: Literal["refused", "failed"] = "
 
 def shown(error: BaseException) -> str:
     """Format the type, code and first line of an error."""
-    code = getattr(error, "code", None)
-    kind = f"{type(error).__name__} {code}" if isinstance(code, int | str) else type(error).__name__
+    code = status_of(error)
+    kind = f"{type(error).__name__} {code}" if code is not None else type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return kind if not first or first.startswith("<") else f"{kind}: {first[:200]}"  # no HTML page of a proxy
 
 
 def _kind_of_code(code: int) -> Kind:
-    if code in TRANSIENT_CODES:
+    if code in TRANSIENT:
         return "transient"
-    kinds: dict[int, Kind] = {401: "credentials", 403: "forbidden", 404: "missing"}
-    return kinds.get(code, "lasting")
+    fault = OF_STATUS.get(code)
+    return (fault.kind if fault is not None else None) or "lasting"
 
 
 def _is_refused_login(error: BaseException) -> bool:

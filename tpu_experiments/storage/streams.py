@@ -51,7 +51,7 @@ def _open_remote(url: str) -> BinaryIO:
 
 
 class RemoteFile:
-    """An open remote file whose reads time out as in answers.py."""
+    """An open remote file whose reads time out as in `with_timeout`."""
 
     def __init__(self, file: Any, *, url: str) -> None:
         self._file, self._url = file, url

@@ -9,6 +9,7 @@ from concurrent.futures import BrokenExecutor
 
 from tpu_experiments.config.bugs import bug_sentence, write_traceback
 from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.config.surroundings import sentence_of
 from tpu_experiments.runtime.processes.chips import device_nodes, held_text, holders_of, kill_text
 from tpu_experiments.runtime.processes.metadata import HOST_NETWORK
 
@@ -76,7 +77,8 @@ def ending_of(error: Exception, *, config: Config | None) -> tuple[str, int]:
     """
     found = None if config is None else _fault(error, config=config)
     if found is None or config is None:
-        return bug_sentence(error, config=config), FAILED
+        outside = sentence_of(error)
+        return bug_sentence(error, config=config), FAILED if outside is None else outside[1]
     sentence, code = found
     return f"hw={config.hw.name}; {sentence}; the traceback is in {write_traceback(error, config=config)}.", code
 
