@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 
 PATIENCE_SECONDS = 5.0
 """Time after the request for operations with a substitute on the local disk, and the minimum for all others."""
@@ -301,6 +302,9 @@ LOCAL_REMEDIES = {
 
 class StorageFailed(Exception):
     """Storage refused an operation that the run needs; the message is one sentence for the user."""
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
 
 def is_transient(error: BaseException) -> bool:
