@@ -31,6 +31,7 @@ from yaml import MarkedYAMLError
 
 from tpu_experiments.config.compose import as_typed, require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
@@ -96,13 +97,13 @@ def errors_as_sentences(config: Config | None = None) -> Iterator[None]:
         if is_of_composition(error):
             refuse(uncomposable(error, sys.argv[1:]))
         said, code = ending_of(error, config=config)
-        print(redacted_text(f"error: {said}"), file=sys.stderr)
+        print(for_terminal(redacted_text(f"error: {said}")), file=sys.stderr)
         sys.exit(code)
 
 
 def refuse(problems: str) -> NoReturn:
     """Exit with code 2 after printing one message with a line for each problem."""
-    print("error: " + redacted_text(problems).replace("\n", "\n       "), file=sys.stderr)
+    print("error: " + for_terminal(redacted_text(problems)).replace("\n", "\n       "), file=sys.stderr)
     sys.exit(2)
 
 

@@ -4,12 +4,18 @@ import difflib
 import traceback
 from collections.abc import Iterable
 
+from tpu_experiments.config.escaping import for_terminal
+
 
 class ConfigError(ValueError):
     """Error that the user can fix; exit code 2.
 
-    The text has the form: key=value; what is wrong; the numbers; what to do.
+    The text has the form: key=value; what is wrong; the numbers; what to do. Controls in it, as names from files may
+    have them, are written as escapes.
     """
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
 
 def one_line(error: BaseException, *, most: int = 200) -> str:

@@ -3,6 +3,8 @@
 A card is made of plain values alone. The Hub's metadata: huggingface.co/docs/hub/model-cards.
 """
 
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +12,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from tpu_experiments.config.escaping import as_code, fenced, for_markdown
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.data.reading.locations import DATA_SUFFIXES, suffixes_of
 from tpu_experiments.storage import paths
@@ -92,11 +95,11 @@ def page(card: Card, *, place: str, comparison: str, files: Sequence[str] = (), 
         subfolder: folder of the files in a repository that holds several forms.
     """
     parts = [
-        f"---\n{_metadata(card)}\n---\n\n# {card.name}: {card.form}",
+        f"---\n{_metadata(card)}\n---\n\n# {for_markdown(card.name)}: {card.form}",
         _introduction(card),
         *card.notes,
         "## Use",
-        *([f"Copy `{place}` to a local folder first, and name that."] if paths.is_remote(place) else []),
+        *([f"Copy {as_code(place)} to a local folder first, and name that."] if paths.is_remote(place) else []),
         _usage(card, place=place, files=files, subfolder=subfolder),
         comparison.replace("# ", "## ", 1).rstrip(),
     ]
@@ -106,7 +109,7 @@ def page(card: Card, *, place: str, comparison: str, files: Sequence[str] = (), 
 def index_page(cards: Sequence[Card], *, comparisons: Sequence[str]) -> str:
     """Return README.md of a repository that holds several forms, each in a folder of its name."""
     first = cards[0]
-    parts = [f"---\n{_metadata(first, forms=[card.form for card in cards])}\n---\n\n# {first.name}"]
+    parts = [f"---\n{_metadata(first, forms=[card.form for card in cards])}\n---\n\n# {for_markdown(first.name)}"]
     for card, comparison in zip(cards, comparisons, strict=True):
         parts += [f"## [{card.form}]({card.form})", _introduction(card), *card.notes]
         parts.append(comparison.replace("# ", "### ", 1).rstrip())
@@ -133,8 +136,8 @@ def whole_code(place: str, *, dtype: str | None, options: str = "", auto: str = 
     chosen = f', dtype="{dtype}"' if dtype else ""
     return [
         f"from transformers import {auto}, AutoTokenizer",
-        f'model = {auto}.from_pretrained("{place}"{chosen}{options})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}"{options})',
+        f"model = {auto}.from_pretrained({_literal(place)}{chosen}{options})",
+        f"tokenizer = AutoTokenizer.from_pretrained({_literal(place)}{options})",
     ]
 
 
@@ -142,8 +145,8 @@ def part_code(place: str, *, dtype: str) -> list[str]:
     """Return the lines that load a model without a head."""
     return [
         "from transformers import AutoModel, AutoTokenizer",
-        f'model = AutoModel.from_pretrained("{place}", dtype="{dtype}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
+        f'model = AutoModel.from_pretrained({_literal(place)}, dtype="{dtype}")',
+        f"tokenizer = AutoTokenizer.from_pretrained({_literal(place)})",
     ]
 
 
@@ -172,16 +175,16 @@ def adapter_code(
         "from peft import PeftModel",
         f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if is_nf4 else ''}",
         *([NF4_CONFIG.format(double=double_quant, dtype=dtype)] if is_nf4 else []),
-        f'base = {auto}.from_pretrained("{base}", dtype="{dtype}"'
+        f'base = {auto}.from_pretrained({_literal(base)}, dtype="{dtype}"'
         f"{', quantization_config=nf4' if is_nf4 else ''}{of_base}{trust})",
-        f'model = PeftModel.from_pretrained(base, "{place}"{of_adapter})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}"{of_adapter}{trust})',
+        f"model = PeftModel.from_pretrained(base, {_literal(place)}{of_adapter})",
+        f"tokenizer = AutoTokenizer.from_pretrained({_literal(place)}{of_adapter}{trust})",
     ]
 
 
-def fenced(lines: Sequence[str], *, language: str) -> str:
-    """Return lines as a block of code."""
-    return f"```{language}\n" + "\n".join(lines) + "\n```"
+def _literal(text: str) -> str:
+    """Return text as a string of Python."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _metadata(card: Card, *, forms: Sequence[str] = ()) -> str:
@@ -202,7 +205,7 @@ def _metadata(card: Card, *, forms: Sequence[str] = ()) -> str:
 
 
 def _introduction(card: Card) -> str:
-    base = f"`{card.base}`" + (f" at revision `{card.revision}`" if card.revision else "")
+    base = as_code(card.base) + (f" at revision {as_code(card.revision)}" if card.revision else "")
     held = {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}
     trained = f"trained with tpu_experiments over {base}{held.get(card.held, '')}"
     if card.form == "peft":
@@ -216,16 +219,15 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
     within = f', subfolder="{subfolder}"' if subfolder else ""
     trust = ", trust_remote_code=True" if card.runs_code else ""
     local = place if subfolder is None else f"{place.rpartition('/')[2]}/{subfolder}"
-    fetch = [] if subfolder is None else [
-        f'hf download {place} --include "{subfolder}/*" --local-dir {place.rpartition("/")[2]}'
-    ]  # fmt: skip
+    copy = f'--include "{subfolder}/*" --local-dir {shlex.quote(place.rpartition("/")[2])}'
+    fetch = [] if subfolder is None else [f"hf download {shlex.quote(place)} {copy}"]
     if card.form == "gguf":
         names = sorted(name for name in files if name.endswith(".gguf")) or ["FILE.gguf"]
-        lines = [f"llama-cli -m {local}/{name} -p 'Once upon a time'" for name in names]
-        return fenced([*fetch, *lines], language="bash")
+        lines = [f"llama-cli -m {shlex.quote(f'{local}/{name}')} -p 'Once upon a time'" for name in names]
+        return fenced("\n".join([*fetch, *lines]), language="bash")
     blocks: list[str] = []
     if card.form == "peft":
-        revision = f', revision="{card.revision}"' if card.revision else ""
+        revision = f", revision={_literal(card.revision)}" if card.revision else ""
         code = adapter_code(
             place,
             base=card.base,
@@ -236,27 +238,30 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
             of_adapter=within,
             trust=trust,
         )
-        blocks += [fenced(code, language="python"), *_about_base(card)]
-        over = f"vllm serve {card.base} --enable-lora --max-lora-rank {card.rank} --lora-modules adapter={local}"
+        blocks += [fenced("\n".join(code), language="python"), *_about_base(card)]
+        over = (
+            f"vllm serve {shlex.quote(card.base)} --enable-lora --max-lora-rank {card.rank} "
+            f"--lora-modules {shlex.quote(f'adapter={local}')}"
+        )
         if card.is_dora:
             blocks.append("vLLM has no DoRA: export the form `merged` for it.")
         else:
-            blocks += ["vLLM reads it too (not tried here):", fenced([*fetch, over], language="bash")]
+            blocks += ["vLLM reads it too (not tried here):", fenced("\n".join([*fetch, over]), language="bash")]
     elif card.form == "vptq":
         code = [
             "from tpu_experiments.export.vector_model import read_vector_model",
-            f'model = read_vector_model("{local}")',
+            f"model = read_vector_model({_literal(local)})",
         ]
-        blocks += [fenced(fetch, language="bash")] if fetch else []
-        blocks += [fenced(code, language="python"), "No other library reads these vectors without CUDA."]
+        blocks += [fenced("\n".join(fetch), language="bash")] if fetch else []
+        blocks += [fenced("\n".join(code), language="python"), "No other library reads these vectors without CUDA."]
     else:
         package = QUANTISED.get(card.form)
         code = whole_code(place, dtype=None if package else card.dtype, options=within + trust)
-        blocks.append(fenced(code, language="python"))
+        blocks.append(fenced("\n".join(code), language="python"))
         if package:
             blocks.append(f"It needs `pip install {package}`.")
-        serve = [*fetch, f"vllm serve {local}"]
-        blocks += ["vLLM reads it too (not tried here):", fenced(serve, language="bash")]
+        serve = [*fetch, f"vllm serve {shlex.quote(local)}"]
+        blocks += ["vLLM reads it too (not tried here):", fenced("\n".join(serve), language="bash")]
     if card.runs_code:
         blocks.append("The model brings Python code, which loading runs with your rights. Read it first.")
     return "\n\n".join(blocks)
@@ -266,7 +271,9 @@ def _about_base(card: Card) -> list[str]:
     """Return sentences on the base that an adapter is for."""
     found: list[str] = []
     if "/" in card.base and not card.is_on_hub and not is_hub_id(card.base):
-        found.append(f"`{card.base}` is a folder of the machine that wrote this: put that of your copy in its place.")
+        found.append(
+            f"{as_code(card.base)} is a folder of the machine that wrote this: put that of your copy in its place."
+        )
     return [*found, *_about_quantised_base(card)]
 
 

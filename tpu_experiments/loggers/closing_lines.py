@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.plan_estimates import plan_line
 from tpu_experiments.metrics.goodput import goodput_lines
@@ -37,7 +38,7 @@ def print_if_finished(config: Config) -> bool:
     if finished is None or has_other_length(folder, config):
         return False
     with folder.reading_result():
-        print(summary(finished, folder=folder))
+        print(for_terminal(summary(finished, folder=folder)))
     print(f"name={config.name} was finished before; nothing was run. Give another name= to train again.")
     return True
 

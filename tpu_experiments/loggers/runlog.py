@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.storage.retry import shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -51,11 +52,11 @@ class TerminalHandler(logging.Handler):
 
 
 class Formatter(logging.Formatter):
-    """Formatter that redacts secrets, since a client's error message quotes the requested URL."""
+    """Formatter that redacts secrets, as of URLs in clients' errors, and escapes controls, as of names in files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the redacted line with its traceback."""
-        return redacted_text(super().format(record))
+        """Return the line with its traceback."""
+        return for_terminal(redacted_text(super().format(record)))
 
 
 class TerminalFormatter(Formatter):

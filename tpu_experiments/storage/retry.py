@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.surroundings import CLIENTS, OF_STATUS, TRANSIENT, fault_of, status_of
 
 PATIENCE_SECONDS = 5.0
@@ -302,6 +303,9 @@ LOCAL_REMEDIES = {
 
 class StorageFailed(Exception):
     """Storage refused an operation that the run needs; the message is one sentence for the user."""
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
 
 def is_transient(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from tpu_experiments.config.compose import config_of
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PackTaskConfig
@@ -129,12 +130,12 @@ def _code_of(
         return _refused(start.config, error)
     except Exception as error:  # one run's bug ends no other
         why, code = ending_of(error, config=start.config)
-        print(redacted_text(f"error: {why}"), file=sys.stderr)
+        print(for_terminal(redacted_text(f"error: {why}")), file=sys.stderr)
         return code
-    print(closing_lines(start, said=said))
+    print(for_terminal(closing_lines(start, said=said)))
     return 0
 
 
 def _refused(config: Config, error: ConfigError) -> int:
-    print(redacted_text(f"error: {config.name}: {error}"), file=sys.stderr)
+    print(for_terminal(redacted_text(f"error: {config.name}: {error}")), file=sys.stderr)
     return 2

@@ -1,5 +1,6 @@
 """task=prepare: write every selected source as rows on disk, with an audit as table, JSON and HTML."""
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import Manifest, audit_json, audit_table
@@ -27,7 +28,7 @@ def run(config: Config) -> None:
             sources, manifests, page = _prepare(config, folder)
     finally:
         stop_run_log()
-    print(audit_table(manifests))
+    print(for_terminal(audit_table(manifests)))
     _print_folders(sources, page=page)
 
 
@@ -55,5 +56,5 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
 def _print_folders(sources: dict[str, PreparedSource], *, page: str) -> None:
     for source in sources.values():
         for length, folder in source.folders.items():
-            print(f"data.{source.name}, rows of {length}: {folder}")
+            print(for_terminal(f"data.{source.name}, rows of {length}: {folder}"))
     print(f"audit: {page}")

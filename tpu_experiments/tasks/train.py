@@ -16,6 +16,7 @@ from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
@@ -98,7 +99,7 @@ def train(config: Config, hosts: Hosts) -> None:
             launch(train_process, start.config, start, started_seconds())
     hosts.barrier()
     if hosts.rank == 0:
-        print(closing_lines(start))
+        print(for_terminal(closing_lines(start)))
 
 
 def start_of(

@@ -3,6 +3,8 @@
 It is the README.md of the run folder and of the exported adapter or model, where the Hub displays it.
 """
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +12,10 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import EvalResult
 
 from tpu_experiments.config.curriculum import Stage
+from tpu_experiments.config.escaping import as_code, fenced, for_markdown
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
-from tpu_experiments.export.card import CARD, adapter_code, fenced, is_hub_id, part_code, whole_code
+from tpu_experiments.export.card import CARD, adapter_code, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import has_bound, has_perplexity, head_of, writes_text
 from tpu_experiments.storage import paths
@@ -47,8 +50,9 @@ def card(result: Mapping[str, Any], config: Config, stages: Sequence[Stage]) -> 
         "Where it comes from": _origin(result, config),
     }
     body = "\n".join(f"## {title}\n\n{text}\n" for title, text in sections.items())
-    details = f"<details><summary>The whole config</summary>\n\n```yaml\n{config_yaml(config)}```\n\n</details>\n"
-    head = f"---\n{_metadata(result, config)}---\n\n# {result['name']}\n\n{_introduction(result, config)}"
+    whole = fenced(config_yaml(config).rstrip("\n"), language="yaml")
+    details = f"<details><summary>The whole config</summary>\n\n{whole}\n\n</details>\n"
+    head = f"---\n{_metadata(result, config)}---\n\n# {for_markdown(result['name'])}\n\n{_introduction(result, config)}"
     return redacted_text(f"{head}\n\n{body}\n{details}")
 
 
@@ -83,32 +87,33 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
 
 def _introduction(result: Mapping[str, Any], config: Config) -> str:
     trained = f"{result['num_trainable']:,} of {result['num_parameters']:,} parameters"
-    base = f"`{config.model.path}`" if config.model.size == "full" else f"a tiny stand-in for `{config.model.path}`"
+    base = ("" if config.model.size == "full" else "a tiny stand-in for ") + as_code(config.model.path)
     base += {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}.get(
         config.model.base, ""
     )
     averaged = f" averaged over steps (decay {config.optim.ema:g})," if config.optim.ema else ""
     if config.lora.r == 0:
         return f"All weights of {base} ({trained}),{averaged} trained with tpu_experiments."
-    lora = config.lora
+    lora, targets = config.lora, for_markdown(", ".join(config.lora.targets))
     if config.model.linear == "lr_qat":
         return (
-            f"An adapter of rank {lora.r} and alpha {lora.alpha:g} that decides how {', '.join(lora.targets)} of "
+            f"An adapter of rank {lora.r} and alpha {lora.alpha:g} that decides how {targets} of "
             f"{base} are rounded to integers of {config.model.linear_bits} bits (LR-QAT; {trained}),{averaged} trained "
             "with tpu_experiments."
         )
     return (
         f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
-        f"{', '.join(lora.targets)} of {base} ({trained}),{averaged} trained with tpu_experiments."
+        f"{targets} of {base} ({trained}),{averaged} trained with tpu_experiments."
     )
 
 
 def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     if config.model.linear == "lr_qat":
-        command = f"python run.py task=export task.run={place.rpartition('/')[0]}"
+        run = shlex.quote(f"task.run={place.rpartition('/')[0]}")
+        command = f"python run.py task=export {run}"
         return "No other library applies the adapter. Write the integers that it and the base fold into:\n\n" + fenced(
-            [command], language="bash"
+            command, language="bash"
         )
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if result.get("parts"):
@@ -133,17 +138,17 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
             "# The class is a causal decoder's: a mask that hides nothing, (rows, 1, tokens, tokens), opens it.",
             "# logits = model(input_ids=ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1])).logits",
         ]
-    text = fenced(code, language="python")
+    text = fenced("\n".join(code), language="python")
     if isinstance(config.objective, MaskedDiffusionConfig):
-        token = f", or `{config.objective.mask_token}` where it has none" if config.objective.mask_token else ""
+        token = f", or {as_code(config.objective.mask_token)} where it has none" if config.objective.mask_token else ""
         text += (
             f"\n\nThe model predicts masked tokens (the tokenizer's mask token{token}) from both sides, each at its "
             "own place. The class's `generate` is for causal models and writes nonsense with it."
         )
     if trust:
         text += (
-            f"\n\nTrained with `model.remote_code=run`: Python code that `{config.model.path}` brings was run, and "
-            "loading runs it again with your rights. Read it first."
+            f"\n\nTrained with `model.remote_code=run`: Python code that {as_code(config.model.path)} brings was "
+            "run, and loading runs it again with your rights. Read it first."
         )
     return text
 
@@ -151,7 +156,7 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
 def _results(result: Mapping[str, Any], config: Config) -> str:
     if isinstance(config.objective, ClassifyConfig):
         return f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} texts that were not trained on. Labels: " + (
-            ", ".join(f"`{label}`" for label in config.objective.labels or ())
+            ", ".join(map(as_code, config.objective.labels or ()))
         )
     if has_bound(config):
         return (
@@ -184,7 +189,7 @@ def _results(result: Mapping[str, Any], config: Config) -> str:
         ),
         [
             (
-                name,
+                for_markdown(name),
                 _number(old),
                 _number(new),
                 _number(_difference(new, old), "+.4f"),
@@ -214,13 +219,15 @@ def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
     """Return the lineage: the stages in order, with their data, settings and losses."""
     rows, notes = [], []
     for record, stage in zip(result["stages"], stages, strict=False):
-        replayed = f", {100 * stage.replay:g} % of {', '.join(stage.replay_sources)}" if stage.replay else ""
-        geometry = stage.geometry
+        replayed = (
+            f", {100 * stage.replay:g} % of {for_markdown(', '.join(stage.replay_sources))}" if stage.replay else ""
+        )
+        geometry, name = stage.geometry, for_markdown(stage.name)
         weights = [f" ({100 * weight / sum(stage.weights):.3g} %)" for weight in stage.weights]
-        sources = map("".join, zip(stage.sources, weights or [""] * len(stage.sources), strict=True))
+        sources = map("".join, zip(map(for_markdown, stage.sources), weights or [""] * len(stage.sources), strict=True))
         rows.append(
             (
-                stage.name,
+                name,
                 ", ".join(sources) + replayed,
                 f"{geometry.global_rows} x {geometry.seq_len}",
                 f"{record['steps']:,}",
@@ -231,11 +238,11 @@ def _stages(result: Mapping[str, Any], stages: Sequence[Stage]) -> str:
             )
         )
         losses = [_number(each["train_loss"]) for each in record.get("epochs") or [] if each["is_over"]]
-        notes += [f"- {stage.name}, mean train loss by epoch: {', '.join(losses)}"] if losses else []
-        notes += [f"- {stage.name} ended early: {record['ended_by']}"] if record["ended_by"] else []
-        notes += [f"- {stage.name} ended with step {record['restored_step']}"] if record["restored_step"] else []
-        notes += [f"- {stage.name} trained {', '.join(stage.trainable)} only"] if stage.trainable else []
-        notes += [f"- {stage.name} began with a fresh optimizer"] if stage.optimizer == "fresh" and stage.index else []
+        notes += [f"- {name}, mean train loss by epoch: {', '.join(losses)}"] if losses else []
+        notes += [f"- {name} ended early: {for_markdown(record['ended_by'])}"] if record["ended_by"] else []
+        notes += [f"- {name} ended with step {record['restored_step']}"] if record["restored_step"] else []
+        notes += [f"- {name} trained {for_markdown(', '.join(stage.trainable))} only"] if stage.trainable else []
+        notes += [f"- {name} began with a fresh optimizer"] if stage.optimizer == "fresh" and stage.index else []
     header = ("stage", "data", "rows x tokens", "steps", "tokens", "peak learning rate", "train loss", "held-out loss")
     origins = [f"- started from {text}" for text in _starts(result.get("start"))]
     notes = [*origins, *notes]
@@ -247,7 +254,7 @@ def _starts(lineage: Mapping[str, Any] | None) -> Iterator[str]:
     while lineage is not None:
         hashes = ", ".join(sorted((lineage.get("data") or {}).values()))
         data = f", trained on data of audit hash {hashes}" if hashes else ""
-        yield f"`{lineage['run']}`: {lineage_text(lineage)}{data}"
+        yield f"{as_code(lineage['run'])}: {for_markdown(lineage_text(lineage))}{data}"
         lineage = lineage.get("start")
 
 
@@ -255,9 +262,9 @@ def _data(result: Mapping[str, Any], config: Config) -> str:
     hashes = result["data_audit"]
     rows = [
         (
-            name,
-            f"`{source.sample_path if config.data_size == 'sample' else source.path}`",
-            source.revision or "newest",
+            for_markdown(name),
+            as_code(str(source.sample_path if config.data_size == "sample" else source.path)),
+            for_markdown(source.revision or "newest"),
             source.kind,
             ", ".join(f"{value} ({key.rpartition('@')[2]} tokens)" for key, value in _of_source(hashes, name)),
         )
@@ -274,13 +281,12 @@ def _samples(result: Mapping[str, Any], config: Config) -> str:
     if result["sample_after"] is None:
         return "None were written."
     texts = {"before": result["sample_before"], "after": result["sample_after"]}
-    return "\n\n".join(
-        [f"Prompt: {config.sample.prompt}", *(f"{when}:\n\n{_quoted(text)}" for when, text in texts.items())]
-    )
+    prompt = for_markdown(config.sample.prompt or "")
+    return "\n\n".join([f"Prompt: {prompt}", *(f"{when}:\n\n{_quoted(text)}" for when, text in texts.items())])
 
 
 def _quoted(text: str | None) -> str:
-    return "\n".join(f"> {line}" for line in (text or "-").splitlines() or ["-"])
+    return "\n".join(f"> {for_markdown(line)}" for line in (text or "-").splitlines() or ["-"])
 
 
 def _cost(result: Mapping[str, Any], config: Config) -> str:
@@ -317,7 +323,7 @@ def _origin(result: Mapping[str, Any], config: Config) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\|", cell) for cell in line) + " |" for line in lines)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

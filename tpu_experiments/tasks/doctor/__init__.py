@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.storage import paths, strict_json
@@ -33,7 +34,7 @@ def run(config: Config) -> None:
         results = examine(config, task)
     finally:
         logging.disable(logging.NOTSET)
-    print(report(results, config=config))
+    print(for_terminal(report(results, config=config)))
     if task.json is not None:
         with explain_storage_errors(task.json):
             paths.make_dirs(task.json.rpartition("/")[0] or ".")

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import ClassifyConfig, Config
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
@@ -124,7 +125,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
         }
         paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
-        print(as_text(subject, found, answers, by_value=by_value, labels=labels, further=further))
+        print(for_terminal(as_text(subject, found, answers, by_value=by_value, labels=labels, further=further)))
 
 
 def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:

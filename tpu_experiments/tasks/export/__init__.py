@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.card import CARD, MARKER, page
@@ -53,7 +54,7 @@ def write_forms(config: Config, task: WrittenFormsConfig, *, writers: Mapping[st
             found = exported(config, task, writers=writers)
     finally:
         stop_run_log()
-    print(as_table(found))
+    print(for_terminal(as_table(found)))
     if task.push is not None:
         print(push(task, list(found)))
     if any(parity.verdict == "worse" for parities in found.values() for parity in parities):

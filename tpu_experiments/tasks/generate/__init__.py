@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
@@ -86,7 +87,7 @@ def _write_answers(answers: Answers, given: list[tuple[Prompt, list[int]]], *, o
             if output is not None:
                 log.info("%d of %d answers", len(found), num)
             elif len(given) > 1:
-                print(f"{answer.prompt.place}: {answer.prompt.shown}\n{answer.text}\n", flush=True)
+                print(for_terminal(f"{answer.prompt.place}: {answer.prompt.shown}\n{answer.text}\n"), flush=True)
     finally:  # after Ctrl-C, keep the answers so far
         if output is not None and found:
             lines = [strict_json.dumps(found[number].fields()) + "\n" for number in sorted(found)]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.loggers.runlog import held_back
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
@@ -267,14 +268,14 @@ class Screen:
         if new:
             if is_first:
                 self._log.enter_context(held_back())
-            print(new, end="", flush=True)
+            print(for_terminal(new), end="", flush=True)
 
     def end(self, texts: Sequence[str]) -> None:
         """End the line; print texts again whose beginning has changed."""
         shown = self._growth.shown
         for text in texts:
             if shown and text.startswith(shown):
-                print(text[len(shown) :], flush=True)
+                print(for_terminal(text[len(shown) :]), flush=True)
             else:
-                print(("\n" if shown else "") + text, flush=True)
+                print(("\n" if shown else "") + for_terminal(text), flush=True)
         self._log.close()

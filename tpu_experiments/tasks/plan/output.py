@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import estimated_memory
@@ -34,7 +35,7 @@ def publish(plan: Plan, *, config: Config) -> None:
     paths.write_text_atomic(paths.join(folder, "plan.svg"), plan_chart_svg(plan))
     paths.write_text_atomic(paths.join(folder, "plan.md"), plan_markdown(plan, chart="plan.svg"))
     paths.write_text_atomic(paths.join(folder, PLAN_FILE), strict_json.dumps(plan_json(plan), indent=1) + "\n")
-    print(plan_table(plan))
+    print(for_terminal(plan_table(plan)))
     print(f"plan: {folder}/plan.md")
     kept = kept_programs(plan, config=config)
     if kept:

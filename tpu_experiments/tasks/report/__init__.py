@@ -1,6 +1,7 @@
 """task=report: compare runs on one HTML page; needs no device and loads no torch."""
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ReportTaskConfig
 from tpu_experiments.storage import paths
@@ -29,7 +30,7 @@ def run(config: Config) -> None:
         paths.write_text_atomic(file, report_page(runs, baseline=baseline, title=title))
     for each in runs:
         loss = each.value("eval_loss")
-        print(f"  {each.label}: {each.status}" + ("" if loss is None else f", held-out loss {loss:.4f}"))
+        print(for_terminal(f"  {each.label}: {each.status}") + ("" if loss is None else f", held-out loss {loss:.4f}"))
     print(f"report: {file}")
 
 

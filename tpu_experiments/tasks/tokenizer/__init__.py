@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import TokenizerTaskConfig
 from tpu_experiments.data.steps.workers import start_server
@@ -83,7 +84,7 @@ def run(config: Config) -> None:
             found = tokenizer_of(config, task, folder)
     finally:
         stop_run_log()
-    print(as_table(found))
+    print(for_terminal(as_table(found)))
     print(f"tokenizer: {folder}\nreport: {paths.join(folder, PAGE)}")
 
 
