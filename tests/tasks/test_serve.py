@@ -255,7 +255,8 @@ def test_weights_alone_and_other_bases(make_config, run):
         make_config("task=serve", "task.do_sample=false")
 
 
-def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_without_an_error(make_config, run, capsys, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -269,7 +270,7 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
                     break
                 time.sleep(0.1)
         finally:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     client = threading.Thread(target=ask_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
@@ -281,7 +282,7 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
         signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert printed.out == f"http://127.0.0.1:{port}/\n"
-    assert "stopped by Ctrl-C" in printed.err
+    assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}" in printed.err
     assert found
     assert found[0]
 
@@ -314,6 +315,7 @@ def test_another_temperature_or_model_compiles_nothing(run, tmp_path):
             address = process.stdout.readline().strip()
             assert address, log.read_text()
             answers = [asked(address, temperature=heat, model=m) for heat in (0, 0.5) for m in ("trained", "base")]
+            answers.append(asked(address, temperature=0.7, top_p=0.3, seed=3, stop="a", n=2))
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0, log.read_text()
         finally:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +44,8 @@ RETRY_SECONDS = 5
 """When to come again, where too many requests wait."""
 LEAVING_CHECK_SECONDS = 0.5
 """Longest time until a client that has left is noticed."""
+LINGERING_SECONDS = 1.0
+"""Longest time that the rest of a refused body is read."""
 MAX_SHOWN = 80
 """Characters of a refused value that its refusal repeats."""
 Pieces = AsyncIterator[tuple[int, str | End]]
@@ -153,11 +156,17 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
-        size = 0
+        size, is_whole = 0, False
+
+        async def received() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = not message.get("more_body", False)
+            return message
 
         async def limited() -> Message:
             nonlocal size
-            message = await receive()
+            message = await received()
             size += len(message.get("body", b""))
             if size > MAX_BODY_BYTES:
                 raise too_large(size)
@@ -165,6 +174,11 @@ class Door:
 
         async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
+                # Closed while it sends, a client would see a broken connection in the place of the answer.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGERING_SECONDS):
+                        while not is_whole:
+                            await received()
                 own = [(name.encode(), value.encode()) for name, value in self.headers.items()]
                 message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
