@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ import pytest
 from tests.tasks.tiny_run import write_form, write_run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks import generate, serve
-from tpu_experiments.tasks.serve.requests import request_of
-from tpu_experiments.tasks.serve.server import MAX_BODY_BYTES, ChatServer
+from tpu_experiments.tasks.serve.connections import bound
+from tpu_experiments.tasks.serve.requests import ChatRequest
+from tpu_experiments.tasks.serve.server import MAX_BODY_BYTES, is_own_name, token_of
 from tpu_experiments.tasks.serve.writer import Writer
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("root_logger")]
@@ -34,19 +36,18 @@ LONG = [{"role": "user", "content": "Spune ceva despre Dunăre."}, {"role": "ass
 @contextmanager
 def served(config):
     """Address of a server whose answers a thread writes."""
-    with ChatServer(config.task) as server:
-        models, texts = serve.models_of(config, config.task)
-        writer = Writer(models)
-        server.open(writer, title=serve._title(config, config.task), texts=texts)
-        threads = [threading.Thread(target=each) for each in (server.serve_forever, writer.run)]
-        for thread in threads:
+    task = config.task
+    with bound(task) as listener:
+        models, texts = serve.models_of(config, task)
+        writer, title = Writer(models), serve._title(config, task)
+        given = {"task": task, "token": token_of(task), "title": title, "texts": texts}
+        with serve.served(writer, listener, **given) as address:
+            thread = threading.Thread(target=writer.run)
             thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            writer.stop()
-            for thread in threads:
+            try:
+                yield address
+            finally:
+                writer.stop()
                 thread.join(30)
 
 
@@ -105,13 +106,14 @@ def test_both_models_answer_as_task_generate_does(make_config, run, address, cap
         assert [model["id"] for model in json.load(response)["data"]] == ["trained", "base"]
     draws = {text_of(asked(address, temperature=1.5)) for _ in range(3)}
     assert len(draws) == 3, "each request draws anew"
-    with opened(address, {"messages": ASKED, "temperature": 0, "stream": True}) as response:
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    with opened(address, {"messages": ASKED, "temperature": 0, **more}) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
-        *pieces, last = events(response)
+        *pieces, last, counted = events(response)
     assert len(pieces) > 1, "not all at once"
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == text_of(trained)
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
-    assert last["usage"] == usage
+    assert (counted["usage"], counted["choices"]) == (usage, [])
 
 
 def test_two_requests_at_once(address):
@@ -147,7 +149,7 @@ def test_the_system_text(make_config, run):
     found = {}
     for name, first in texts.items():
         turns = [] if first is None else [{"role": first[0], "content": first[1]}]
-        found[name] = request_of({"messages": [*turns, *ASKED]}, task=task, models=["trained"]).messages
+        found[name] = ChatRequest(messages=[*turns, *ASKED]).conversation(task)
     asks = ("user", ASKED[0]["content"])
     assert found == {
         "its own": (("system", "Lung."), asks),
@@ -155,8 +157,8 @@ def test_the_system_text(make_config, run):
         "the command's": (("system", "Scurt."), asks),
     }
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    in_parts = request_of({"messages": [{"role": "user", "content": parts}]}, task=task, models=["trained"])
-    assert in_parts.messages[-1] == ("user", "ab")
+    in_parts = ChatRequest(messages=[{"role": "user", "content": parts}])
+    assert in_parts.conversation(task)[-1] == ("user", "ab")
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(address):
@@ -168,24 +170,25 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns(address):
 
 REFUSED = {
     "no JSON": (b"{", (), 400, "the body is not JSON"),
-    "nested": (b"[" * 100_000, (), 400, "the body is not JSON"),
-    "no object": (b"[1]", (), 400, "no JSON object"),
-    "no messages": ({}, (), 400, "list of turns"),
-    "an answer last": ({"messages": LONG}, (), 400, "the last of them the user's"),
-    "an odd turn": ({"messages": [{"role": "king", "content": "a"}]}, (), 400, "turn 1 of messages"),
-    "no text": ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, (), 400, "content, a text"),
+    "nested": (b"[" * 100_000, (), 400, "error parsing the body"),
+    "no object": (b"[1]", (), 400, "the body=[1]; "),
+    "no messages": ({}, (), 400, "messages; it is missing"),
+    "an answer last": ({"messages": LONG}, (), 400, "the last turn must be the user's"),
+    "an odd turn": ({"messages": [{"role": "king", "content": "a"}]}, (), 400, 'messages.0.role="king"; '),
+    "no text": ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, (), 400, "messages.0.content"),
     "too long": ({"messages": [{"role": "user", "content": "Dunărea " * 200}]}, (), 400, "the longest of task.buckets"),
     "half a pair": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', (), 400, "surrogate pair"),
-    "many tokens": ({"messages": ASKED, "max_tokens": 13}, (), 400, "it must be 1 to 12"),
-    "no tokens": ({"messages": ASKED, "max_tokens": True}, (), 400, "it must be 1 to 12"),
-    "cold": ({"messages": ASKED, "temperature": -1}, (), 400, "a number from 0"),
-    "no number": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', (), 400, "a number from 0"),
-    "a model": ({"messages": ASKED, "model": "other"}, (), 400, "use trained or base"),
-    "two answers": ({"messages": ASKED, "n": 2}, (), 400, "a request has one answer"),
+    "many tokens": ({"messages": ASKED, "max_tokens": 13}, (), 400, "max_tokens=13; it must be 1 to 12"),
+    "no tokens": ({"messages": ASKED, "max_completion_tokens": 0}, (), 400, "max_completion_tokens=0; it must be 1 to"),
+    "a truth": ({"messages": ASKED, "max_tokens": True}, (), 400, "max_tokens=true; "),
+    "cold": ({"messages": ASKED, "temperature": -1}, (), 400, "temperature=-1; "),
+    "no number": (b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', (), 400, "top_p=NaN; "),
+    "a model": ({"messages": ASKED, "model": "other"}, (), 404, "use trained or base"),
+    "nine answers": ({"messages": ASKED, "n": 9}, (), 400, "n=9; "),
+    "five stops": ({"messages": ASKED, "stop": list("abcde")}, (), 400, "stop="),
+    "an empty stop": ({"messages": ASKED, "stop": ""}, (), 400, "stop.0="),
     "a form": (b"a=1", {"Content-Type": "text/plain"}, 415, "no application/json"),
     "too large": (b"1", {"Content-Length": str(MAX_BODY_BYTES + 1)}, 413, f"at most {MAX_BODY_BYTES}"),
-    "endless": (b"1", {"Content-Length": "9" * 5000}, 413, "at most"),
-    "no length": (b"1", {"Content-Length": "-1"}, 411, "Content-Length is missing"),
     "another origin": ({"messages": ASKED}, {"Origin": "http://evil.example"}, 403, "only the page of this server"),
     "no origin": ({"messages": ASKED}, {"Origin": "null"}, 403, "only the page of this server"),
     "a rebound name": ({"messages": ASKED}, {"Host": "evil.example:7860"}, 403, "this server has another name"),
@@ -194,33 +197,43 @@ REFUSED = {
 }
 
 
+def refusal(address, body, **how):
+    """Status and error of a request that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        opened(address, body, **how)
+    with refused.value as error:
+        return error.code, json.load(error)["error"]
+
+
 def test_refusals(address):
     found = {}
     for name, (body, headers, _, text) in REFUSED.items():
-        try:
-            with opened(address, body, headers=headers):
-                found[name] = "answered"
-        except urllib.error.HTTPError as error:
-            message = json.load(error)["error"]["message"]
-            found[name] = (error.code, text if text in message else message)
+        status, error = refusal(address, body, headers=headers)
+        found[name] = (status, text if text in error["message"] else error["message"])
+        assert set(error) == {"message", "type", "param", "code"}
     assert found == {name: (status, text) for name, (_, _, status, text) in REFUSED.items()}
-    for path, method in (("v2", "GET"), ("v1/models", "POST"), ("v1/chat/completions/", "POST")):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            opened(address, None if method == "GET" else b"{}", path=path, method=method)
-    assert text_of(asked(address)), "and it still answers"
+    for path, method, status in (("v2", "GET", 404), ("v1/models", "POST", 405), ("v1/models/a/b", "GET", 404)):
+        assert refusal(address, None if method == "GET" else b"{}", path=path, method=method)[0] == status
+    for path, method in (("", "HEAD"), ("v1/models", "HEAD"), ("v1/chat/completions", "OPTIONS")):
+        with opened(address, None, path=path, method=method) as response:
+            assert response.status in (200, 204)
+            assert "Access-Control-Allow-Origin" not in response.headers, "no other site may read it"
     own = address.rstrip("/")
     with opened(address, {"messages": ASKED, "max_tokens": 1}, headers={"Origin": own}) as response:
         assert json.load(response)["object"] == "chat.completion"
 
 
 def test_names_of_a_server_that_others_reach(make_config):
-    config = make_config("task=serve", "task.port=0", "task.host=0.0.0.0")
-    with ChatServer(config.task) as server:
-        names = ("10.0.0.7:7860", "[::1]:80", "localhost", socket.gethostname(), "evil.example", "")
-        assert [server.is_own_name(name) for name in names] == [True, True, True, True, False, False]
-        taken = make_config("task=serve", f"task.port={server.server_port}", "task.host=0.0.0.0")
+    task = make_config("task=serve", "task.port=0", "task.host=0.0.0.0").task
+    names = ("10.0.0.7:7860", "[::1]:80", "localhost", socket.gethostname(), "evil.example", "")
+    assert [is_own_name(name, task=task) for name in names] == [True, True, True, True, False, False]
+    with bound(task) as listener:
+        taken = make_config("task=serve", f"task.port={listener.getsockname()[1]}", "task.host=0.0.0.0")
         with pytest.raises(ConfigError, match=r"nothing can listen there .*; name another port"):
-            ChatServer(taken.task)
+            bound(taken.task)
+    for host in ("a..b", "x" * 70 + ".example"):
+        with pytest.raises(ConfigError, match=r"nothing can listen there .*; name another port"):
+            bound(replace(task, host=host))
 
 
 @pytest.mark.slow
@@ -242,7 +255,8 @@ def test_weights_alone_and_other_bases(make_config, run):
         make_config("task=serve", "task.do_sample=false")
 
 
-def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_without_an_error(make_config, run, capsys, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -256,7 +270,7 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
                     break
                 time.sleep(0.1)
         finally:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     client = threading.Thread(target=ask_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
@@ -268,7 +282,7 @@ def test_ctrl_c_ends_it_without_an_error(make_config, run, capsys):
         signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert printed.out == f"http://127.0.0.1:{port}/\n"
-    assert "stopped by Ctrl-C" in printed.err
+    assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}" in printed.err
     assert found
     assert found[0]
 
@@ -301,6 +315,7 @@ def test_another_temperature_or_model_compiles_nothing(run, tmp_path):
             address = process.stdout.readline().strip()
             assert address, log.read_text()
             answers = [asked(address, temperature=heat, model=m) for heat in (0, 0.5) for m in ("trained", "base")]
+            answers.append(asked(address, temperature=0.7, top_p=0.3, seed=3, stop="a", n=2))
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0, log.read_text()
         finally:

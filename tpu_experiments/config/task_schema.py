@@ -4,6 +4,7 @@ Settings for choosing tokens (task=generate, task=serve) have the names of trans
 """
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import MISSING
@@ -296,9 +297,12 @@ class ServeTaskConfig(AnswerTaskConfig):
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on. Every other machine that reaches it may use the model: there is no password."""
+    """Address to listen on. Where other machines reach it, requests need a token: that of the environment variable
+    TPU_EXPERIMENTS_SERVE_TOKEN, or else one that is made and printed with the address."""
     port: int = number(default=7860, at_least=0, at_most=65535)
     """Port to listen on; 0 takes a free one."""
+    max_seconds: float = number(default=600.0, above=0, at_most=10**6)
+    """Longest time from a request to the end of its answers, waiting included; then it is refused."""
     base_beside: bool = True
     """Whether the weights before training answer beside the trained ones. An adapter shares the base's memory; a whole
     model takes as much again."""
@@ -332,6 +336,10 @@ def answering_problems(task: AnswerTaskConfig) -> list[str]:
 def serving_problems(task: ServeTaskConfig) -> list[str]:
     """Return incompatible settings of task=serve."""
     problems = answering_problems(task)
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        problems.append(
+            "task=serve; fastapi or uvicorn is not installed; install the extra: pip install 'tpu_experiments[serve]'."
+        )
     if not task.do_sample:
         problems.append(
             "task.do_sample=false with task=serve; each request has a temperature, and 0 takes the likeliest token; "

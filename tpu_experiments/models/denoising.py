@@ -69,6 +69,7 @@ class Denoiser:
         draws: Sequence[int],
         bucket: int,
         temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the answer so far of every prompt, after each block; the caller stops at will.
 
@@ -76,9 +77,9 @@ class Denoiser:
             prompts: at most `num_rows`, none empty or longer than `bucket`.
             draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
             bucket: T.
-            temperature: must be None; that of `choice` is a constant of the program.
+            temperature: must be None, as `top_p`; those of `choice` are constants of the program.
         """
-        assert temperature is None, "task=serve refuses models of masked diffusion"
+        assert (temperature, top_p) == (None, None), "task=serve refuses models of masked diffusion"
         slots, block = bucket + self.num_blocks * self.settings.block, self.settings.block
         if bucket not in self.programs:
             self.programs[bucket] = self.runtime.program(self.fill_block, name=f"denoise {bucket}")

@@ -115,19 +115,19 @@ def next_ids(
     slot: Tensor,
     uniform_B: Tensor,
     choice: ChoiceConfig,
-    temperature: Tensor | None = None,
+    shape: Tensor | None = None,
 ) -> Tensor:
     """Choose the next token of every row; returns ids (B,) int32.
 
     Args:
         ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
         uniform_B: float32 in [0, 1); unused without sampling.
-        temperature: float32 (1,), in the place of `choice`'s.
+        shape: float32 (2,), temperature and `top_p` in the place of `choice`'s.
     """
     scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
     if not choice.do_sample:
         return scores_BV.argmax(-1).to(torch.int32)
-    return drawn_of(*candidates(scores_BV, choice=choice, temperature=temperature), uniform_B)
+    return drawn_of(*candidates(scores_BV, choice=choice, shape=shape), uniform_B)
 
 
 def drawn_of(probabilities_BC: Tensor, ids_BC: Tensor, uniform_B: Tensor) -> Tensor:
@@ -153,18 +153,19 @@ def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor
     return scores_BV
 
 
-def candidates(scores_BV: Tensor, *, choice: ChoiceConfig, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def candidates(scores_BV: Tensor, *, choice: ChoiceConfig, shape: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids (B, C) of the tokens to sample from, likeliest first.
 
     Tokens outside `top_p` have probability 0. Of tokens that tie for the last place of `top_k`, transformers keeps all,
     and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
-    scaled_BV = scores_BV / (choice.temperature if temperature is None else temperature)
+    temperature, top_p = (choice.temperature, choice.top_p) if shape is None else (shape[:1], shape[1:])
+    scaled_BV = scores_BV / temperature
     best_BC, ids_BC = torch.topk(scaled_BV, min(choice.top_k or num_ids, num_ids), dim=-1)
     probabilities_BC = torch.softmax(best_BC, dim=-1)
     before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
-    return torch.where(before_BC < choice.top_p, probabilities_BC, 0.0), ids_BC
+    return torch.where(before_BC < top_p, probabilities_BC, 0.0), ids_BC
 
 
 def _occurring(ids_BS: Tensor, *, where: Tensor, like: Tensor) -> Tensor:
@@ -187,6 +188,8 @@ def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int)
 
 
 log = logging.getLogger(__name__)
+SMALLEST = 1e-6
+"""Smallest `top_p` of a call: the likeliest token alone, as 0 means in other programs."""
 
 
 class Decoder:
@@ -227,6 +230,7 @@ class Decoder:
         draws: Sequence[int],
         bucket: int,
         temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for every prompt, after each read; the caller stops at will.
 
@@ -236,6 +240,7 @@ class Decoder:
             bucket: T.
             temperature: with `do_sample`, in the place of the setting's; 0 takes the likeliest token. It is an input of
                 the programs, so that another value compiles nothing; either every call has one, or none.
+            top_p: with `temperature`, in the place of the setting's.
         """
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
@@ -244,11 +249,13 @@ class Decoder:
         filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
-        given = None if temperature is None else torch.tensor([temperature or 1.0])
+        given = None
+        if temperature is not None:
+            given = torch.tensor([temperature or 1.0, self.choice.top_p if top_p is None else max(top_p, SMALLEST)])
         if temperature == 0:  # the draw 0 takes the first candidate, which is the likeliest
             uniforms_BN = np.zeros_like(uniforms_BN)
         with torch.no_grad():
-            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), temperature=given):
+            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), shape=given):
                 yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
 
     def _uniforms(self, draw: int) -> np.ndarray:
@@ -276,16 +283,14 @@ class Bucket:
         self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
         self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
 
-    def generate(
-        self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, temperature: Tensor | None
-    ) -> Iterator[Tensor]:
+    def generate(self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, shape: Tensor | None) -> Iterator[Tensor]:
         """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
         for row, ids in enumerate(prompts):
             ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
-        more = {} if temperature is None else {"temperature": temperature}
+        more = {} if shape is None else {"shape": shape}
         batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous(), **more}, rows_dim=-1)
         self.state = self.prefill_program(batch)
         yield self._written(self.state["ids"], 1)
@@ -323,7 +328,7 @@ class Bucket:
             raise _no_cache(module)
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
         ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
-        how = {"uniform_B": batch["uniforms"], "temperature": batch.get("temperature")}
+        how = {"uniform_B": batch["uniforms"], "shape": batch.get("shape")}
         state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, **how)
         return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
 
@@ -342,16 +347,16 @@ class Bucket:
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             current = dict(zip(names, carry, strict=True))
-            temperature = consts[1] if len(consts) > 1 else None
-            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], temperature=temperature), ()
+            shape = consts[1] if len(consts) > 1 else None
+            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], shape=shape), ()
 
         carry = tuple(state[name] for name in names)
-        consts = (state["pads"], *(batch[name] for name in ("temperature",) if name in batch))
+        consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
         new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=consts)
         return dict(zip(names, new, strict=True))
 
     def next_state(
-        self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, temperature: Tensor | None
+        self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, shape: Tensor | None
     ) -> Tensors:
         """Return `state` with the token after `slot`; layers have read the token in `slot`."""
         module: Any = self.decoder.module
@@ -367,7 +372,7 @@ class Bucket:
                 cache=cache,
             )
         return (
-            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, temperature=temperature),
+            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, shape=shape),
             *_named(cache.kept()).values(),
         )
 

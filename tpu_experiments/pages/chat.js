@@ -1,5 +1,7 @@
 "use strict";
 const field = (id) => document.getElementById(id);
+const STOPPED = "stopped";
+const token = new URLSearchParams(location.search).get("token");
 const sides = [...document.querySelectorAll(".side")].map((node) => ({
   model: node.dataset.model, log: node.querySelector(".turns"), turns: [], running: null,
 }));
@@ -25,7 +27,9 @@ async function* events(response) {
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
-      yield JSON.parse(data);
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
     }
   }
 }
@@ -39,16 +43,16 @@ async function answered(side, text, settings) {
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
-      headers: { "Content-Type": "application/json" },
+      headers: { "Content-Type": "application/json", ...(token && { Authorization: `Bearer ${token}` }) },
       body: JSON.stringify({
-        model: side.model, stream: true, messages: [...system, ...side.turns, turn],
+        model: side.model, stream: true, stream_options: { include_usage: true }, messages: [...system, ...side.turns, turn],
         temperature: settings.temperature, max_tokens: settings.tokens,
       }),
       signal: stop.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
-      line.textContent += event.choices[0].delta.content || "";
+      for (const choice of event.choices) line.textContent += choice.delta.content || "";
       side.log.scrollTop = side.log.scrollHeight;
       if (event.usage && event.usage.turns_left_out) {
         shown(side, "note", `The oldest ${event.usage.turns_left_out} turns were left out: the conversation is longer than a prompt may be.`);
@@ -56,7 +60,8 @@ async function answered(side, text, settings) {
     }
     side.turns.push(turn, { role: "assistant", content: line.textContent });
   } catch (error) {
-    if (error.name !== "AbortError") shown(side, "error", error.message);
+    if (!stop.signal.aborted) shown(side, "error", error.message);
+    else if (stop.signal.reason === STOPPED) side.turns.push(turn, { role: "assistant", content: line.textContent });
   } finally {
     line.classList.remove("waiting");
     if (side.running === stop) side.running = null;
@@ -72,8 +77,10 @@ field("ask").addEventListener("submit", async (event) => {
   };
   field("text").value = "";
   field("send").disabled = true;
+  field("stop").disabled = false;
   await Promise.all(sides.map((side) => answered(side, text, settings)));
   field("send").disabled = false;
+  field("stop").disabled = true;
   field("text").focus();
 });
 
@@ -81,6 +88,12 @@ field("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     field("ask").requestSubmit();
+  }
+});
+
+field("stop").addEventListener("click", () => {
+  for (const side of sides) {
+    if (side.running) side.running.abort(STOPPED);
   }
 });
 

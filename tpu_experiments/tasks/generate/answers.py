@@ -92,6 +92,7 @@ class Continuations(Protocol):
         draws: Sequence[int],
         bucket: int,
         temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for every prompt; arguments as of Decoder.stream."""
         ...
@@ -164,20 +165,22 @@ class Answers:
         *,
         bucket: int,
         temperature: float | None = None,
+        top_p: float | None = None,
         max_new_tokens: int | None = None,
     ) -> Iterator[list[Answer]]:
         """Yield the answers to a batch while they grow, until all have ended; the caller stops at will.
 
         Args:
             rows: number, prompt and ids of each; the number determines the draws.
-            temperature: as of Decoder.stream.
+            temperature: as of Decoder.stream; so is `top_p`.
             max_new_tokens: fewer than the decoder's.
         """
         started, compiling = time.perf_counter(), self._compiler()[1]
         draws, ids = [number for number, _, _ in rows], [ids for _, _, ids in rows]
         answers: list[Answer] = []
         try:
-            for written in self.decoder.stream(ids, draws=draws, bucket=bucket, temperature=temperature):
+            how = {"temperature": temperature, "top_p": top_p}
+            for written in self.decoder.stream(ids, draws=draws, bucket=bucket, **how):
                 kept = [own[:max_new_tokens] for own in written]
                 answers = [self.reader.answer(row[1], own) for row, own in zip(rows, kept, strict=True)]
                 yield answers
@@ -191,13 +194,27 @@ class Answers:
             self.seconds += seconds
 
     def grow_one(
-        self, prompt: Prompt, ids: list[int], *, temperature: float, max_tokens: int
-    ) -> Iterator[list[Answer]]:
-        """Yield the one answer to a prompt, as `grow` does."""
-        number = self.num_prompts
-        self.num_prompts += 1
+        self,
+        prompt: Prompt,
+        ids: list[int],
+        *,
+        temperature: float,
+        top_p: float | None,
+        max_tokens: int,
+        draw: int | None = None,
+    ) -> Iterator[Answer]:
+        """Yield the one answer to a prompt while it grows.
+
+        Args:
+            draw: determines the sampling; None for a number of its own.
+        """
+        if draw is None:
+            draw = self.num_prompts
+            self.num_prompts += 1
         bucket = self.reader.bucket(ids, place=prompt.place)
-        yield from self.grow([(number, prompt, ids)], bucket=bucket, temperature=temperature, max_new_tokens=max_tokens)
+        how: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_tokens}
+        for (answer,) in self.grow([(draw, prompt, ids)], bucket=bucket, **how):
+            yield answer
 
     def latest_account(self) -> str:
         """Return a phrase with tokens and speed of the latest batch."""
@@ -225,20 +242,22 @@ class Growth:
     """Text that grows, as the pieces that are new each time.
 
     Args:
-        marker: text that ends a turn; what may be its beginning waits for the rest.
+        markers: texts that end it; what may be the beginning of one waits for the rest.
     """
 
-    def __init__(self, marker: str = "") -> None:
-        self.shown, self.marker = "", marker
+    def __init__(self, *markers: str) -> None:
+        self.shown, self.markers = "", markers
 
     def more(self, text: str) -> str:
         """Return what is new and certain; an incomplete UTF-8 character waits for its other bytes."""
         whole = text.rstrip("\ufffd")
-        for length in range(min(len(self.marker), len(whole)), 0, -1):
-            if whole.endswith(self.marker[:length]):
-                whole = whole[:-length]
-                break
-        return self.rest(whole)
+        held = (
+            length
+            for marker in self.markers
+            for length in range(min(len(marker), len(whole)), 0, -1)
+            if whole.endswith(marker[:length])
+        )
+        return self.rest(whole[: len(whole) - max(held, default=0)])
 
     def rest(self, text: str) -> str:
         """Return what of the final text was not returned yet; nothing if its beginning has changed."""

@@ -124,6 +124,7 @@ class LlamaCpp:
         draws: Sequence[int],
         bucket: int,
         temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for one prompt; arguments as of Decoder.stream.
 
@@ -135,7 +136,7 @@ class LlamaCpp:
         ((ids,), (draw,)) = prompts, draws
         self.buckets.add(bucket)
         request = {"prompt": ids, "n_predict": self.max_new_tokens, "stream": True, "return_tokens": True}
-        request |= {"cache_prompt": False, "seed": (self.seed + draw) % MAX_SEED, **self._choice(temperature)}
+        request |= {"cache_prompt": False, "seed": (self.seed + draw) % MAX_SEED, **self._choice(temperature, top_p)}
         written: list[int] = []
         for piece in self._answered(request):
             written += piece.get("tokens", [])
@@ -143,7 +144,7 @@ class LlamaCpp:
                 written[-1] = min(self.ends.ids)  # llama.cpp knows further tokens that end a turn
             yield [list(written)]
 
-    def _choice(self, temperature: float | None) -> dict[str, Any]:
+    def _choice(self, temperature: float | None, top_p: float | None) -> dict[str, Any]:
         """Return llama.cpp's names for the choice of tokens, its samplers in the order of transformers'."""
         choice = self.choice
         heat = (choice.temperature if temperature is None else temperature) if choice.do_sample else 0.0
@@ -153,7 +154,7 @@ class LlamaCpp:
             "repeat_last_n": self.num_slots,
             "temperature": heat,
             "top_k": choice.top_k,
-            "top_p": choice.top_p,
+            "top_p": choice.top_p if top_p is None else top_p,
         }
 
     def _answered(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

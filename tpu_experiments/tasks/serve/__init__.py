@@ -1,12 +1,19 @@
 """task=serve: a page on this machine that chats with trained weights and their base, and OpenAI's chat completions.
 
-The main thread writes all answers, one after the other: one device writes, and torch_xla traces in one thread.
+The main thread writes all answers, one after the other: one device writes, and torch_xla traces in one thread. The
+HTTP server's loop has a thread of its own; conversations are cut and tokenized in further threads.
 """
 
 import logging
+import signal
+import socket
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
+from typing import NoReturn
 
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ServeTaskConfig
@@ -18,7 +25,8 @@ from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answers
 from tpu_experiments.tasks.generate.decoder import decoder_of, decoder_over, llama_cpp_of, reader_of
 from tpu_experiments.tasks.generate.origin import origin_of
-from tpu_experiments.tasks.serve.server import ChatServer
+from tpu_experiments.tasks.serve.connections import bound, server_of
+from tpu_experiments.tasks.serve.server import application, token_of
 from tpu_experiments.tasks.serve.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -27,7 +35,7 @@ TRAINED, BASE = "trained", "base"
 
 
 def run(config: Config) -> None:
-    """Serve until Ctrl-C; exit code 0 then, 2 refused, 1 failed.
+    """Serve until Ctrl-C or SIGTERM; exit code 0 then, 2 refused, 1 failed.
 
     Raises:
         ConfigError: something the user can fix; nothing was served.
@@ -36,24 +44,62 @@ def run(config: Config) -> None:
     assert isinstance(task, ServeTaskConfig), "conf/task/serve.yaml has this schema"
     start_run_log(None, rank=0)
     try:
-        with explain_storage_errors(task.run or config.output_dir), ChatServer(task) as server:
+        with explain_storage_errors(task.run or config.output_dir), _ends_on_sigterm(), bound(task) as listener:
+            token = token_of(task)
             models, texts = models_of(config, task)
             writer = Writer(models)
-            server.open(writer, title=_title(config, task), texts=texts)
-            threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
-            print(server.address, flush=True)
-            log.info("open %s in a browser; Ctrl-C ends", server.address)
-            try:
+            with served(writer, listener, task=task, token=token, title=_title(config, task), texts=texts) as address:
+                print(address if token is None else f"{address}?token={token}", flush=True)
+                log.info("open the printed address in a browser; Ctrl-C ends")
                 writer.run()
-            finally:
-                server.shutdown()
     except UnexpectedProgram as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"stopped by {str(error) or 'Ctrl-C'}", file=sys.stderr)
     finally:
         stop_run_log()
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """End the block by SIGTERM as by Ctrl-C."""
+
+    def end(*_: int | FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def served(
+    writer: Writer,
+    listener: socket.socket,
+    *,
+    task: ServeTaskConfig,
+    token: str | None,
+    title: str,
+    texts: Mapping[str, str],
+) -> Iterator[str]:
+    """Answer requests inside the block, in a thread of its own; yields the page's address.
+
+    Args:
+        token: as of `application`; so are `title` and `texts`.
+    """
+    port = listener.getsockname()[1]
+    server = server_of(application(writer, task=task, port=port, token=token, title=title, texts=texts))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{f'[{task.host}]' if ':' in task.host else task.host}:{port}/"
+    finally:
+        writer.stop()
+        server.should_exit = True
+        thread.join()
 
 
 def _title(config: Config, task: ServeTaskConfig) -> str:

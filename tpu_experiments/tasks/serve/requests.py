@@ -1,83 +1,154 @@
-"""A request for an answer, in the form of OpenAI's chat completions, and the answers to it in the same form."""
+"""A request in the form of OpenAI's chat completions, and the answers to it in the same form.
 
-import math
+Only what is done here is a field. What would change an answer and is not done is refused by name.
+"""
+
+import hashlib
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from tpu_experiments.config.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
 from tpu_experiments.config.task_schema import ServeTaskConfig
 from tpu_experiments.data.reading.names import ROLES
 from tpu_experiments.data.tokens.chat import Messages
 
 MAX_TEMPERATURE = 100.0
+MAX_ANSWERS = 8
+"""Answers to one request."""
+OFF: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+}
+"""OpenAI's fields that are not done here, with the values that ask for nothing."""
+NOTES = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+"""OpenAI's fields that change no answer, whatever they say."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked for, checked."""
-
-    model: str
-    """Name of the weights that answer."""
-    messages: Messages
-    max_tokens: int
-    temperature: float
-    is_stream: bool
+def _without_null(value: Any) -> Any:
+    """Return an object without the fields that are null: they ask for nothing."""
+    return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-def request_of(fields: Any, *, task: ServeTaskConfig, models: list[str]) -> Request:
-    """Read a request: `messages`, and optionally `model`, `max_tokens`, `temperature` and `stream`.
+class Fields(BaseModel):
+    """An object of a request, whose fields are known and of their type."""
 
-    A conversation without a system text has `task.system`; one whose system text is empty has none.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    Raises:
-        ConfigError: a field is missing or cannot be what it is.
-    """
-    if not isinstance(fields, dict):
-        raise ConfigError("the request is no JSON object; send messages and the rest as one.")
-    model = fields.get("model") or models[0]
-    if model not in models:
-        raise ConfigError(f"model={model!r}; there is no such model here; use {' or '.join(models)}.")
-    if fields.get("n") not in (None, 1):
-        raise ConfigError(f"n={fields['n']!r}; a request has one answer; send it again for another.")
-    messages = _messages(fields.get("messages"))
-    if messages[0][0] == "system" and not messages[0][1].strip():
-        messages = messages[1:]  # asked without one
-    elif task.system is not None and messages[0][0] != "system":
-        messages = (("system", task.system), *messages)
-    asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    max_tokens = task.max_new_tokens if asked is None else asked
-    if not _is_number(max_tokens) or max_tokens != int(max_tokens) or not 1 <= max_tokens <= task.max_new_tokens:
-        raise ConfigError(f"max_tokens={max_tokens!r}; it must be 1 to {task.max_new_tokens} (task.max_new_tokens).")
-    temperature = task.temperature if fields.get("temperature") is None else fields["temperature"]
-    if not _is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
-        raise ConfigError(f"temperature={temperature!r}; it must be a number from 0 to {MAX_TEMPERATURE:g}.")
-    return Request(model, messages, int(max_tokens), float(temperature), bool(fields.get("stream")))
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        return _without_null(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+class Part(Fields):
+    """A text of a turn in parts."""
+
+    type: Literal["text"]
+    text: str
 
 
-def _messages(given: Any) -> Messages:
-    turns = given if isinstance(given, list) else []
-    found = tuple(_turn(turn, number=number) for number, turn in enumerate(turns, start=1))
-    if not found or found[-1][0] != "user":
-        raise ConfigError("messages; it must be a list of turns with role and content, the last of them the user's.")
-    return found
+class Turn(Fields):
+    """A turn of a conversation."""
+
+    role: str
+    content: str | list[Part]
+
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if (known := ROLES.get(role.lower())) not in ("system", "user", "assistant"):
+            raise ValueError("there is no such role here; use system, user or assistant")
+        return known
+
+    @property
+    def text(self) -> str:
+        """Return the content, its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-def _turn(turn: Any, *, number: int) -> tuple[str, str]:
-    fields = turn if isinstance(turn, dict) else {}
-    role, content = ROLES.get(str(fields.get("role", "")).lower()), fields.get("content")
-    if isinstance(content, list):  # parts, of which the texts count
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = None if any(not isinstance(part, str) for part in parts) else "".join(map(str, parts))
-    if role is None or not isinstance(content, str):
-        raise ConfigError(f"turn {number} of messages; it needs role (system, user, assistant) and content, a text.")
-    return role, content
+class StreamOptions(Fields):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class ChatRequest(Fields):
+    """A request for answers to a conversation."""
+
+    model: str | None = None
+    messages: list[Turn] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, value: Any) -> Any:
+        """Leave out what asks for nothing."""
+        given = _without_null(value)
+        if not isinstance(given, dict):
+            return given
+        return {name: one for name, one in given.items() if name not in NOTES and not _is_off(name, one)}
+
+    @field_validator("messages")
+    @classmethod
+    def _asks(cls, turns: list[Turn]) -> list[Turn]:
+        if turns[-1].role != "user":
+            raise ValueError("the last turn must be the user's")
+        return turns
+
+    def conversation(self, task: ServeTaskConfig) -> Messages:
+        """Return the turns: with `task.system` if there is no system text, and without a system text that is empty."""
+        turns = tuple((turn.role, turn.text) for turn in self.messages)
+        if turns[0][0] == "system" and not turns[0][1].strip():
+            return turns[1:]
+        if task.system is not None and turns[0][0] != "system":
+            return (("system", task.system), *turns)
+        return turns
+
+    def draw(self, index: int) -> int | None:
+        """Return the number that determines answer `index` of a request with a seed.
+
+        It is at least 2**63; requests without a seed count from 0.
+        """
+        if self.seed is None:
+            return None
+        digest = hashlib.blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") | 2**63
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Return whether a field that is not done here asks for nothing; 0 is no False, nor 1 True."""
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in OFF.get(name, ()))
 
 
 class Replies:
@@ -86,19 +157,30 @@ class Replies:
     def __init__(self, model: str) -> None:
         self._own = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, *, reason: str, usage: Mapping[str, int]) -> dict[str, Any]:
-        """Return the answer to a request without `stream`."""
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        return {**self._own, "object": "chat.completion", "choices": [choice], "usage": dict(usage)}
+    def whole(self, texts: list[str], *, reasons: list[str], usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the answers to a request without `stream`."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return {**self._own, "object": "chat.completion", "choices": choices, "usage": dict(usage)}
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, text: str, *, index: int) -> dict[str, Any]:
         """Return an event with more text."""
-        return self._event({"role": "assistant", "content": text}, reason=None)
+        return self._event([{"index": index, "delta": {"role": "assistant", "content": text}, "finish_reason": None}])
 
-    def last(self, *, reason: str, usage: Mapping[str, int]) -> dict[str, Any]:
-        """Return the event after the text."""
-        return self._event({}, reason=reason) | {"usage": dict(usage)}
+    def last(self, *, index: int, reason: str) -> dict[str, Any]:
+        """Return the event after the text of an answer."""
+        return self._event([{"index": index, "delta": {}, "finish_reason": reason}])
 
-    def _event(self, delta: dict[str, str], *, reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return {**self._own, "object": "chat.completion.chunk", "choices": [choice]}
+    def usage(self, usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the event after all answers."""
+        return self._event([]) | {"usage": dict(usage)}
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._own, "object": "chat.completion.chunk", "choices": choices}

@@ -1,22 +1,34 @@
 """The one writer of answers: requests wait in a queue, and one thread uses the device for all of them."""
 
+import asyncio
 import logging
-import queue
 import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.tasks.generate.answers import Answers, Growth
-from tpu_experiments.tasks.generate.conversation import fitted
-from tpu_experiments.tasks.serve.requests import Request
+from tpu_experiments.tasks.generate.answers import Answer, Answers, Growth
+from tpu_experiments.tasks.generate.prompts import Prompt
 
 log = logging.getLogger(__name__)
-MAX_WAITING = 64
-"""Requests that may wait; more are turned away."""
+MAX_REQUESTS = 256
+"""Requests that are answered or wait; more are turned away."""
+MAX_OF_A_CLIENT = 64
+"""Those of one client."""
 WAKING_SECONDS = 1.0
 """Longest wait for a request at a time. Python runs a signal's handler between two instructions, so a Ctrl-C that came
 just before an endless wait was answered by the next request alone (a test hung so, once in five runs)."""
+
+
+class Busy(Exception):
+    """Too many requests wait."""
+
+
+class Stopped(Exception):
+    """The server ends before the answer does."""
 
 
 @dataclass(frozen=True)
@@ -24,22 +36,51 @@ class End:
     """What is known when an answer has ended."""
 
     reason: str
-    """`stop` where the model ended it, `length` where its tokens did."""
-    usage: dict[str, int]
-    """Counts of tokens by OpenAI's names, and `turns_left_out`, where a conversation is longer than a prompt may be."""
+    """`stop` where the model or a stop text ended it, `length` where its tokens did."""
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for, checked and tokenized."""
+
+    model: str
+    """Name of the weights that answer."""
+    prompt: Prompt
+    ids: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float | None
+    stops: tuple[str, ...]
+    """Texts that end the answer, which is without them."""
+
+
+Piece = str | End | Exception
 
 
 @dataclass
 class Job:
-    """A request on its way, and the pieces of its answer so far."""
+    """An answer on its way; its pieces go to the loop that made it."""
 
-    request: Request
-    pieces: "queue.SimpleQueue[str | End | ConfigError]" = field(default_factory=queue.SimpleQueue)
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    question: Question
+    index: int
+    """Number among the answers to one request."""
+    draw: int | None
+    """Number that determines the sampling; None for one of its own."""
+    pieces: "asyncio.Queue[tuple[int, Piece]]"
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    is_cancelled: bool = False
+
+    def put(self, piece: Piece) -> None:
+        """Hand over a piece, from any thread; a piece for a loop that has ended is dropped."""
+        try:
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, (self.index, piece))
+        except RuntimeError:
+            self.is_cancelled = True
 
 
 class Writer:
-    """Answers requests in the order in which they came.
+    """Answers the clients in turn, and the requests of one in the order in which they came.
 
     Args:
         models: what answers, by name.
@@ -47,68 +88,109 @@ class Writer:
 
     def __init__(self, models: Mapping[str, Answers]) -> None:
         self.models = models
-        self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_WAITING)
+        self._waiting: dict[str, deque[Job]] = {}
+        self._num_requests: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._is_stopped = False
 
     def run(self) -> None:
         """Answer until `stop`, in the caller's thread."""
-        while True:
-            try:
-                job = self._jobs.get(timeout=WAKING_SECONDS)
-            except queue.Empty:
-                continue
-            if job is None:
-                return
-            try:
-                self._write(job)
-            except ConfigError as error:
-                job.pieces.put(error)
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    self._write(job)
+                except Exception as error:
+                    job.put(error)
+                    if not isinstance(error, ConfigError):
+                        raise
+                except BaseException:
+                    job.put(Stopped())
+                    raise
+        finally:
+            self.stop()
 
     def stop(self) -> None:
-        """End `run` after the requests that wait."""
-        self._jobs.put(None)
+        """End `run` after the answer at hand, and tell those that wait."""
+        with self._changed:
+            self._is_stopped = True
+            left = [job for jobs in self._waiting.values() for job in jobs]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for job in left:
+            job.put(Stopped())
 
-    def ask(self, request: Request) -> Job | None:
-        """Put a request into the queue; None if too many wait."""
-        job = Job(request)
+    @contextmanager
+    def admitted(self, client: str) -> Iterator[list[Job]]:
+        """Count a request inside the block; the jobs that are put into the list are cancelled behind it.
+
+        Raises:
+            Busy: too many are counted already.
+        """
+        jobs: list[Job] = []
+        with self._changed:
+            if self._num_requests.total() >= MAX_REQUESTS or self._num_requests[client] >= MAX_OF_A_CLIENT:
+                raise Busy
+            self._num_requests[client] += 1
         try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            return None
-        return job
+            yield jobs
+        finally:
+            for job in jobs:
+                job.is_cancelled = True
+            with self._changed:
+                self._num_requests[client] -= 1
+                self._num_requests += Counter()  # without zeros
+
+    def ask(self, jobs: list[Job], *, client: str) -> None:
+        """Put answers into the client's queue.
+
+        Raises:
+            Stopped: nothing is written any more.
+        """
+        with self._changed:
+            if self._is_stopped:
+                raise Stopped
+            self._waiting.setdefault(client, deque()).extend(jobs)
+            self._changed.notify()
+
+    def _next(self) -> Job | None:
+        """Return the next answer to write, of the client whose turn it is; None after `stop`."""
+        with self._changed:
+            while not self._waiting and not self._is_stopped:
+                self._changed.wait(WAKING_SECONDS)
+            if self._is_stopped:
+                return None
+            client = next(iter(self._waiting))
+            jobs = self._waiting.pop(client)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # behind the others
+            return job
 
     def _write(self, job: Job) -> None:
-        request, answers = job.request, self.models[job.request.model]
-        if job.is_cancelled.is_set():
+        if job.is_cancelled:
             return
-        prompt, ids, num_left_out = fitted(request.messages, reader=answers.reader, place="the conversation")
-        growth, answer = Growth(answers.reader.ends.marker), None
-        for (answer,) in answers.grow_one(prompt, ids, temperature=request.temperature, max_tokens=request.max_tokens):
-            if new := growth.more(answer.text):
-                job.pieces.put(new)
-            if job.is_cancelled.is_set():
+        asked, answers = job.question, self.models[job.question.model]
+        growth = Growth(answers.reader.ends.marker, *asked.stops)
+        how: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "max_tokens": asked.max_tokens}
+        answer: Answer | None = None
+        text, is_stopped = "", False
+        for answer in answers.grow_one(asked.prompt, asked.ids, draw=job.draw, **how):
+            text, is_stopped = before_any(asked.stops, answer.text)
+            if is_stopped or job.is_cancelled or self._is_stopped:
                 break
+            if new := growth.more(text):
+                job.put(new)
         assert answer is not None, "a prompt has at least one token of an answer"
-        if rest := growth.rest(answer.text):
-            job.pieces.put(rest)
-        counts = {"prompt_tokens": len(ids), "completion_tokens": answer.num_tokens}
-        usage = {**counts, "total_tokens": sum(counts.values()), "turns_left_out": num_left_out}
-        job.pieces.put(End("stop" if answer.finished else "length", usage))
-        log.info("%s: %s", request.model, answers.latest_account())
+        if self._is_stopped:
+            job.put(Stopped())
+            return
+        if rest := growth.rest(text):
+            job.put(rest)
+        job.put(End("stop" if answer.finished or is_stopped else "length", answer.num_tokens))
+        log.info("%s: %s", asked.model, answers.latest_account())
 
 
-def pieces_of(job: Job) -> Iterator[str | End]:
-    """Yield the text of an answer as it comes, then its end; a caller that stops early cancels it.
-
-    Raises:
-        ConfigError: the request cannot be answered.
-    """
-    try:
-        while True:
-            piece = job.pieces.get()
-            if isinstance(piece, ConfigError):
-                raise piece
-            yield piece
-            if isinstance(piece, End):
-                return
-    finally:
-        job.is_cancelled.set()
+def before_any(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
+    """Return the text before the first of the stop texts in it, and whether there is one."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
