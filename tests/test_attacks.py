@@ -347,7 +347,15 @@ def test_yaml_of_a_config_folder_is_refused_before_hydra_reads_it(tmp_path: Path
     check_yaml([])
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.yaml").write_text(LAUGHS)
-    for given in ([f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)], ["--config-path", str(tmp_path)]):
+    (tmp_path.parent / "linked").mkdir()
+    (tmp_path.parent / "linked" / "data").symlink_to(tmp_path / "data")
+    (tmp_path / "round").symlink_to(tmp_path)
+    for given in (
+        *([f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)], ["--config-path", str(tmp_path)]),
+        *([f"hydra.searchpath=[file://{tmp_path}]"], [f"+hydra.searchpath=[pkg://x,'file://{tmp_path}']"]),
+        [f"hydra.searchpath=['file://{os.path.relpath(tmp_path)}']"],
+        ["-cd", f"{tmp_path.parent}/linked"],
+    ):
         with pytest.raises(ConfigError, match=r"x\.yaml; written out it has more than 10,000 keys and values"):
             check_yaml(given)
 

@@ -177,7 +177,7 @@ def with_plan_overlay(arguments: list[str]) -> list[str]:
 def check_yaml(arguments: list[str]) -> None:
     """Refuse YAML whose aliases expand beyond memory, before Hydra reads it.
 
-    Checked are conf/ and the config folders named in `arguments`.
+    Checked are conf/ and the config folders named in `arguments`, those of hydra.searchpath too.
 
     Raises:
         ConfigError: a file is too large once its aliases are expanded.
@@ -188,6 +188,9 @@ def check_yaml(arguments: list[str]) -> None:
         option, _, value = argument.partition("=")
         if option in options:
             folders.append(Path(value or following))
+        elif option.lstrip("+") == "hydra.searchpath":
+            places = (place.strip(" '\"").removeprefix("file://") for place in value.strip("'\"[]").split(","))
+            folders += [Path(place) for place in places if place and "://" not in place]
     for folder in folders:
         require_bounded_folder(folder)
 

@@ -4,6 +4,7 @@ Ten nested lists of ten aliases each are 400 bytes of text and ten thousand mill
 events, including the nodes that each alias refers to, without expanding them.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,18 +55,30 @@ def require_bounded(text: str, *, place: str) -> None:
 
 
 def require_bounded_folder(folder: Path) -> None:
-    """Check every YAML file below a folder.
+    """Check every YAML file below a folder, linked folders included, as Hydra reads them.
 
     Raises:
         ConfigError: one of them is too large (`require_bounded`), or a device, named pipe or socket.
     """
-    for file in sorted(folder.rglob("*.yaml")):
+    for file in sorted(_yaml_files(folder)):
         try:
             require_bounded(read_regular(file).decode(), place=str(file))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}; it is not UTF-8 ({error.reason}); write it as text.") from error
         except (FileNotFoundError, IsADirectoryError):  # a dangling link, or a folder of that name: left to Hydra
             continue
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    """Yield the YAML files below a folder; one that links lead back to is read once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place) / name for name in names if name.endswith(".yaml"))
 
 
 def _count(events: Iterator[Any], *, place: str) -> None:

@@ -20,7 +20,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.json_array import read_array, wrapped_at
 from tpu_experiments.data.reading.locations import TABLES, SourceFile, content_suffixes
-from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, not_utf8, place_of
+from tpu_experiments.data.reading.raw_rows import MOST_ROW_BYTES, RawRow, cut_off, not_utf8, place_of, too_long
 from tpu_experiments.data.reading.tables import read_parquet, read_table
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import is_remote
@@ -132,7 +132,7 @@ def _read_lines(
     stream: ByteStream, *, chunks: Iterable[bytes], name: str, is_text: bool = False
 ) -> Iterator[RawRow | Refused]:
     number = 0
-    for number, line in enumerate(_lines(stream, chunks=chunks), start=1):
+    for number, line in enumerate(_lines(stream, chunks=chunks, name=name), start=1):
         if not line or line.isspace():
             continue
         yield _text_row(line, name=name, number=number) if is_text else RawRow(line, name, "line", number)
@@ -140,15 +140,25 @@ def _read_lines(
         yield cut_off(place_of(number + 1, unit="line", file=name), damage=stream.damage)
 
 
-def _lines(stream: ByteStream, *, chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines without their line feeds, except a last line that is cut by damage."""
+def _lines(stream: ByteStream, *, chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Yield lines without their line feeds, except a last line that is cut by damage.
+
+    Raises:
+        ConfigError: a line is larger than any text.
+    """
     begun: list[bytes] = []
+    num_bytes = number = 0
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
         begun.append(first)
+        num_bytes += len(first)
+        if num_bytes > MOST_ROW_BYTES:
+            raise too_long(place_of(number + 1, unit="line", file=name))
         if others:
+            number += len(others)
             yield b"".join(begun)
             begun = [others.pop()]
+            num_bytes = len(begun[0])
             yield from others
     rest = b"".join(begun)
     if rest and not stream.damage:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused
-from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
+from tpu_experiments.data.reading.raw_rows import MOST_ROW_BYTES, RawRow, cut_off, place_of, too_long
 from tpu_experiments.data.reading.strict_objects import RepeatedKey, StrictDecoder
 from tpu_experiments.storage.streams import ByteStream
 
@@ -78,7 +79,7 @@ def read_array(
     The border between two elements is only known by parsing the first, so reading stops at the first syntax error,
     which is reported as one Refused with the row.
     """
-    text = _Text(iter(chunks))
+    text = _Text(iter(chunks), name=name)
     assert text.peek() == "["
     text.position += 1
     number = 0
@@ -89,6 +90,8 @@ def read_array(
         except EOFError:
             yield cut_off(_place(number, name=name), damage=stream.damage or "the file ends inside it")
             return
+        except ConfigError:
+            raise
         except (ValueError, RecursionError) as error:
             yield _broken(_place(number, name=name), str(error))
             return
@@ -134,6 +137,8 @@ def _rest_of_object(text: "_Text", *, number: int, name: str) -> Iterator[Refuse
         closing = text.peek()
         text.position += 1
         following = text.peek() if closing == "}" else closing
+    except ConfigError:
+        raise
     except (EOFError, ValueError, RecursionError) as error:
         yield _broken(place, f"what follows the rows cannot be read ({error})")
         return
@@ -166,10 +171,14 @@ def _broken(place: str, complaint: str) -> Refused:
 
 
 class _Text:
-    """Buffer of a JSON text, filled on demand."""
+    """Buffer of a JSON text, filled on demand.
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
+    Raises:
+        ConfigError: on reading: a value is larger than any text.
+    """
+
+    def __init__(self, chunks: Iterator[bytes], *, name: str) -> None:
+        self._chunks, self._name = chunks, name
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._strict = StrictDecoder()
         self._parse = self._strict.raw_decode
@@ -230,6 +239,8 @@ class _Text:
 
         Callers ask for as much again as the buffer holds, so that a value of n characters is parsed O(log n) times.
         """
+        if len(self._text) - self.position > MOST_ROW_BYTES:
+            raise too_long(self._name)
         fresh: list[str] = []
         num_fresh = 0
         while num_fresh < max(num_chars, 1):

@@ -2,7 +2,11 @@
 
 from typing import Any, NamedTuple
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import TEXT_SHOWN, Refused, beginning
+
+MOST_ROW_BYTES = 2**28
+"""Largest row (characters, in an array or table) held in memory; a hole in a sparse file is one row of zeros."""
 
 
 class RawRow(NamedTuple):
@@ -38,6 +42,14 @@ def cut_off(place: str, *, damage: str) -> Refused:
     """Return the single report for a truncated file: this row and all after it could not be read."""
     message = f"could not be read, nor could anything after it: {damage}; download or write the file again."
     return Refused("truncated", place, message)
+
+
+def too_long(place: str) -> ConfigError:
+    """Return the error for a row of more than `MOST_ROW_BYTES`."""
+    return ConfigError(
+        f"{place}; it has more than {MOST_ROW_BYTES:,} bytes, as no text has: the file is damaged, sparse or made to "
+        "fill the memory; find out who made it."
+    )
 
 
 def not_utf8(error: UnicodeDecodeError, *, place: str) -> Refused:

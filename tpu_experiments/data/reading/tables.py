@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tpu_experiments.data.documents import Refused, SourceSpec, beginning
-from tpu_experiments.data.reading.raw_rows import RawRow, cut_off, place_of
+from tpu_experiments.data.reading.raw_rows import MOST_ROW_BYTES, RawRow, cut_off, place_of, too_long
 from tpu_experiments.storage.streams import ByteStream, ReadableStream, WatchedFile, open_binary
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def read_table(
     record is numbered by its first line. For an unreadable record that spans several lines, every line is a Refused.
     """
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
-    lines = _Lines(stream)
+    lines = _Lines(stream, name=name)
     first_line = next((line for line in lines if line.strip("\r\n")), "")
     if delimiter == "," and ";" in first_line and "," not in first_line:
         delimiter = ";"
@@ -226,10 +226,14 @@ def _escaped_byte(values: list[str]) -> int | None:
 
 
 class _Lines:
-    """Lines with their line ends, counted."""
+    """Lines with their line ends, counted.
 
-    def __init__(self, stream: ByteStream) -> None:
-        self.stream = stream
+    Raises:
+        ConfigError: on reading: a line or a record is larger than any text.
+    """
+
+    def __init__(self, stream: ByteStream, *, name: str) -> None:
+        self.stream, self._name = stream, name
         buffered = io.BufferedReader(ReadableStream(stream), buffer_size=1 << 20)
         self._file = io.TextIOWrapper(buffered, encoding="utf-8-sig", errors="surrogateescape", newline="")
         self.number = 0
@@ -238,6 +242,7 @@ class _Lines:
         """Whether a line was requested when none was left."""
         self.record: list[str] = []
         """The lines since `start_record`."""
+        self._num_held = 0
         self._ahead: deque[str] = deque()
         self.is_at_end = False
         """Whether looking ahead has reached the end."""
@@ -246,7 +251,7 @@ class _Lines:
         """Return about that many characters of the next lines without consuming them."""
         held = 0
         while held < num_characters and not self.is_at_end:
-            line = self._file.readline()
+            line = self._read_line()
             self.is_at_end = not line
             held += len(line)
             if line:
@@ -256,18 +261,28 @@ class _Lines:
     def start_record(self) -> int:
         """Return the number of the line that the next record begins in."""
         self.record.clear()
+        self._num_held = 0
         return self.number + 1
+
+    def _read_line(self) -> str:
+        line = self._file.readline(MOST_ROW_BYTES)
+        if len(line) == MOST_ROW_BYTES:
+            raise too_long(place_of(self.number + len(self._ahead) + 1, unit="line", file=self._name))
+        return line
 
     def __iter__(self) -> "_Lines":
         return self
 
     def __next__(self) -> str:
-        line = self._ahead.popleft() if self._ahead else self._file.readline()
+        line = self._ahead.popleft() if self._ahead else self._read_line()
         if not line:
             self.is_over = True
             raise StopIteration
         self.number += 1
         self.record.append(line)
+        self._num_held += len(line)
+        if self._num_held > MOST_ROW_BYTES:
+            raise too_long(place_of(self.number, unit="line", file=self._name))
         self.last_is_whole = line.endswith(("\n", "\r"))
         return line
 
