@@ -445,6 +445,8 @@ class Trainer:
     def run(self) -> None:
         """Load, evaluate, train every stage, evaluate, export."""
         self.stop.install()
+        if self.runtime.world_size == 1 and self.seat is None:
+            self.stop.end_where_stuck(self.has_saved)
         with self.watch.measure("load"):
             self.build()
             self.saver = self.build_saver()
@@ -606,6 +608,10 @@ class Trainer:
             remove_after(folder, self.progress.step)
         steps = range(self.progress.step + 1, done + 1)
         self.outputs.rewind(self.progress.step, num_lost=sum(not before.is_skipped(step) for step in steps))
+
+    def has_saved(self) -> bool:
+        """Return whether a complete checkpoint has the last step; another thread asks."""
+        return self.is_saved and not (hasattr(self, "saver") and self.saver.is_writing)
 
     def leave_if_requested(self) -> None:
         """Stop on request with a checkpoint of the last step; all processes call it at the same points.
