@@ -13,6 +13,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import (
     LANES,
     MICRO_TOKENS,
+    Costs,
     Lengths,
     fitting_rows,
     intervals_of,
@@ -84,9 +85,42 @@ def test_a_micro_batch_divides_the_rows_of_a_device():
 def test_intervals_are_in_proportion(steps):
     intervals = intervals_of(composed(), total_steps=steps)
     assert 1 <= intervals.log <= min(100, max(1, steps / 20))
-    assert 1 <= intervals.evaluate <= min(1000, max(1, steps / 10))
+    assert 1 <= intervals.evaluate <= 1000
     assert 50 <= intervals.save <= 500
-    assert steps < 10 or steps > 10_000 or 10 <= steps / intervals.evaluate <= 25
+    assert steps < 10 or steps > 10_000 or 7 <= steps / intervals.evaluate <= 15
+
+
+@pytest.mark.parametrize(("steps", "every"), [(15, 2), (38, 4), (131, 10), (183, 20), (960, 100), (9_600, 1000)])
+def test_evaluations_are_about_ten_in_short_runs_too(steps, every):
+    assert intervals_of(composed(), total_steps=steps).evaluate == every
+
+
+@pytest.mark.parametrize("steps", [6, 15, 38, 131, 1_000, 50_000])
+@pytest.mark.parametrize("cost", [0.01, 0.6, 3.0, 40.0])
+@pytest.mark.parametrize("sample", [0.0, 0.05, 2.0])
+def test_evaluations_take_at_most_a_tenth_of_the_steps(steps, cost, sample):
+    """What is always made apart: the evaluations and samples at the ends."""
+    intervals = intervals_of(composed(), total_steps=steps, costs=Costs(cost, sample, num_ends=2))
+    between = steps // intervals.evaluate if intervals.evaluate else 0
+    spent = between * (cost + (sample if intervals.samples else 0))
+    assert spent <= max(0.0, 0.1 * steps - 2 * cost)
+    plain = intervals_of(composed(), total_steps=steps)
+    is_reduced = (intervals.evaluate, intervals.samples) != (plain.evaluate, True)
+    assert is_reduced == bool(intervals.capped)
+    if steps / plain.evaluate * (cost + sample) <= 0.05 * steps - 2 * cost:
+        assert intervals == plain
+
+
+def test_evaluations_that_a_run_uses_or_that_are_typed_are_made_whatever_they_cost():
+    costs = Costs(40.0, 40.0, num_ends=2)
+    for words in (
+        ("curriculum.stages.chat.exit.patience=3",),
+        ("checkpoint.keep_best=1",),
+        ("trainer.eval_every_steps=4",),
+    ):
+        assert intervals_of(composed(*words), total_steps=40, costs=costs).evaluate == 4
+    asked = intervals_of(composed("sample.at=evaluations"), total_steps=40, costs=costs)
+    assert (asked.samples, asked.evaluate) == (True, 0)
 
 
 def test_the_default_job_is_131_steps_with_four_rounds_of_questions():

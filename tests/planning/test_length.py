@@ -6,7 +6,8 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
-from tpu_experiments.planning.length import EVALUATION_SHARE, OutsideSteps, assumed_steps, between_steps, run_length
+from tpu_experiments.config.defaults import FORWARD_SHARE
+from tpu_experiments.planning.length import OutsideSteps, assumed_steps, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
 
 STEP = StepTime(0.5, 0.0, 0.0, 0.0, 0.5, "compute", 0.4, 1000.0)
@@ -43,7 +44,7 @@ def test_a_compiled_evaluation_is_counted_in_batches_and_an_assumed_one_by_rows(
     assert not any("a third" in note for note in notes)
     length, notes = length_of(OutsideSteps(8.0, 16))
     assert length is not None
-    assert length.eval_seconds == pytest.approx(5 * 0.5 * 256 / 16 * EVALUATION_SHARE)
+    assert length.eval_seconds == pytest.approx(5 * 0.5 * 256 / 16 * FORWARD_SHARE)
     assert length.compile_seconds == 0
     assert any("a third" in note for note in notes)
 

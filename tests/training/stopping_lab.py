@@ -1,8 +1,10 @@
 """A trainer whose programs leave a line each, and that sends itself SIGTERM at a chosen one.
 
-`STRIKE=sample:3` sends it in the third call of the sample's program; `CALLS` is the file of the lines.
+`STRIKE=sample:3` sends it in the third call of the sample's program; `CALLS` is the file of the lines. With `STUCK`
+that call never returns to Python, as a compiler may not for minutes.
 """
 
+import ctypes
 import os
 import signal
 from collections import Counter
@@ -31,6 +33,10 @@ def _counted(program: Any, name: str, calls: "Counter[str]") -> Any:
             file.write(call + "\n")
         if call == os.environ.get("STRIKE"):
             os.kill(os.getpid(), signal.SIGTERM)
+            if "STUCK" in os.environ:
+                mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+                library.pthread_mutex_lock(mutex)
+                library.pthread_mutex_lock(mutex)  # for ever, without the interpreter's lock
         return program(*inputs, **more)
 
     return counted

@@ -43,3 +43,13 @@ def test_a_stop_inside_an_evaluation_or_a_sample_loses_no_step(tmp_path, monkeyp
     stopped.finish()
     require_equal(stopped, whole)
     assert stopped.resumes == [(step, 0) for step in STRIKES.values()]
+
+
+def test_a_stop_inside_a_compilation_ends_the_process_where_nothing_is_lost(tmp_path, monkeypatch):
+    """No signal handler of Python runs while the main thread is in the evaluation's first call."""
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("STRIKE", "evaluate:1")
+    monkeypatch.setenv("STUCK", "1")
+    run = Run(tmp_path / "run", (*STRUCK, f"prepare.folder={tmp_path / 'prepared'}", "checkpoint.grace_seconds=1"))
+    assert run.start().wait(timeout=300) == 75, (run.folder / "output").read_text()[-4000:]
+    assert "stopped on request, inside a compilation" in (run.folder / "output").read_text()

@@ -72,6 +72,11 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
     def check(self) -> None:
         """Raise the error of a finished job, once; does not wait."""
         error, self._error = self._error, None
@@ -135,6 +140,11 @@ class Saver:
         """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
         if marks:
             self.start = replace(self.start, fingerprints=dict(marks))
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written in the background."""
+        return self._worker.is_running
 
     # ---- when to save ---------------------------------------------------------------------------------------
 

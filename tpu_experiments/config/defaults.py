@@ -3,6 +3,7 @@
 Pure arithmetic: the checks and the plan use the lengths configured for a source, a run the lengths that it measured.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -111,6 +112,25 @@ ASKED_EVERY = 50
 """Fewest steps between two evaluations that ask questions: with 120 questions, one takes as long as 8 steps."""
 
 
+EVALUATIONS = 10
+"""Evaluations of a run between its first step and its last, about, where they cost no more than `EVALUATION_BUDGET`."""
+MOST_STEPS_APART = 1000
+FORWARD_SHARE = 1 / 3
+"""Share of a training step's time that an evaluation of the same tokens takes, being forward alone."""
+EVALUATION_BUDGET = 0.1
+"""Largest share of the time of all steps that evaluations take by default; half of it for samples at evaluations."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one evaluation and one sample in training steps, by the tokens that pass through the model."""
+
+    evaluation: float
+    sample: float
+    num_ends: int
+    """Evaluations that are always made: before the first step and after the last of each stage."""
+
+
 @dataclass(frozen=True)
 class Intervals:
     """Steps between log records, evaluations and checkpoints.
@@ -121,17 +141,77 @@ class Intervals:
     log: int
     evaluate: int
     save: int
+    samples: bool = True
+    """Whether evaluations during training write samples."""
+    capped: str = ""
+    """What was reduced to keep within `EVALUATION_BUDGET`; empty if nothing was."""
 
 
-def intervals_of(config: Config, *, total_steps: int) -> Intervals:
-    """Return the configured intervals, with round numbers of steps in place of null."""
+def costs_of(
+    config: Config, *, step_tokens: float, eval_tokens: float, num_stages: int, writes_samples: bool = True
+) -> Costs:
+    """Return the costs of evaluating.
+
+    Args:
+        step_tokens: mean tokens of a training step, padding included.
+        eval_tokens: tokens of one evaluation, without rows of padding, whose number depends on the devices.
+        writes_samples: whether the objective writes text at all.
+    """
+    sample = config.sample
+    sampled = len(sample.all_prompts) * sample.window * sample.max_new_tokens if writes_samples else 0
+    share = FORWARD_SHARE / step_tokens
+    return Costs(share * eval_tokens, share * sampled, num_ends=1 + num_stages)
+
+
+def intervals_of(config: Config, *, total_steps: int, costs: Costs | None = None) -> Intervals:
+    """Return the configured intervals, with round numbers of steps in place of null.
+
+    With `costs`, evaluations that nobody asked for take at most `EVALUATION_BUDGET` of the steps' time. Those that end
+    a stage, choose a checkpoint, prune a sweep or ask questions are asked for.
+    """
     log, evaluate, save = config.trainer.log_every_steps, config.trainer.eval_every_steps, config.checkpoint.every_steps
-    evaluated = max(ASKED_EVERY if config.questions else 1, _round(total_steps / 10, at_most=1000))
+    evaluated = max(ASKED_EVERY if config.questions else 1, _one_digit(total_steps / EVALUATIONS))
+    samples = config.sample.at != "ends"
+    capped: list[str] = []
+    costs = costs or Costs(0.0, 0.0, 0)
+    num = total_steps // (evaluated if evaluate is None else evaluate or total_steps + 1)
+    if config.sample.at == "auto" and num * costs.sample > EVALUATION_BUDGET / 2 * total_steps:
+        samples = False
+        capped.append(
+            f"a sample costs about {costs.sample:.2g} steps, so none is written during training (sample.at=evaluations "
+            "writes them)"
+        )
+    each = costs.evaluation + (costs.sample if samples else 0.0)
+    left = EVALUATION_BUDGET * total_steps - costs.num_ends * costs.evaluation
+    if evaluate is None and num * each > left and not _uses_evaluations(config):
+        fewer = int(max(left, 0.0) / each)
+        evaluated = math.ceil(total_steps / (fewer + 1)) if fewer else 0
+        every = f"every {evaluated} steps" if fewer else "only before the first step and after each stage"
+        capped.append(
+            f"an evaluation costs about {each:.2g} steps of {total_steps}, so one is made {every} "
+            "(trainer.eval_every_steps= sets it)"
+        )
     return Intervals(
         log=_round(total_steps / 20, at_most=100) if log is None else log,
         evaluate=evaluated if evaluate is None else evaluate,
         save=max(50, _round(total_steps / 20, at_most=500)) if save is None else save,
+        samples=samples,
+        capped="; ".join(capped),
     )
+
+
+def _uses_evaluations(config: Config) -> bool:
+    """Return whether the run itself depends on its evaluations."""
+    exits = (stage.exit for stage in config.curriculum.stages.values())
+    ends = any(test.eval_loss is not None or test.patience is not None or test.ends_with == "best" for test in exits)
+    return ends or config.checkpoint.keep_best > 0 or config.sweeping.prune != "none" or bool(config.questions)
+
+
+def _one_digit(steps: float) -> int:
+    """Return the steps rounded to one digit, at least 1 and at most `MOST_STEPS_APART`."""
+    limited = min(steps, MOST_STEPS_APART)
+    unit = 10 ** max(0, int(math.log10(max(limited, 1.0))))
+    return max(1, math.floor(limited / unit + 0.5) * unit)
 
 
 def _round(steps: float, *, at_most: int) -> int:

@@ -461,7 +461,8 @@ class TrainerConfig:
     computes none."""
     eval_every_steps: int | None = number(default=None, at_least=0)
     """Steps between two evaluations; null makes about ten, at most 1,000 steps apart and, if questions are asked, at
-    least 50. 0 evaluates only before the first step and after the last step of each stage."""
+    least 50, and fewer where they would cost more than a tenth of the steps' time. 0 evaluates only before the first
+    step and after the last step of each stage."""
     max_eval_rows: int = number(default=256, at_least=1)
     """Largest number of held-out rows per evaluation, over all sources."""
     max_stage_steps: int | None = number(default=None, at_least=1)
@@ -496,8 +497,9 @@ class SampleConfig:
     first chat source, else of the first source, so that it is in the language of the data."""
     prompts: list[str] = field(default_factory=list)
     """Further prompts, answered in the same batch."""
-    at: str = choice("ends", "evaluations", default="evaluations")
-    """`ends`: before and after training only. `evaluations`: at every evaluation as well."""
+    at: str = choice("auto", "ends", "evaluations", default="auto")
+    """`ends`: before and after training only. `evaluations`: at every evaluation as well. `auto`: at evaluations,
+    unless that costs more than a twentieth of the steps' time."""
     max_new_tokens: int = number(default=48, at_least=0, at_most=2**24)
     """Tokens generated per prompt; 0 writes no samples."""
     temperature: float = number(default=0.7, at_least=0)

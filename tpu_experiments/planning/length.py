@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.data_schema import hashed_shares, own_splits
-from tpu_experiments.config.defaults import intervals_of
+from tpu_experiments.config.defaults import FORWARD_SHARE, costs_of, intervals_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.money import RunLength, StageLength
 from tpu_experiments.planning.timing import StepTime
 
 READ_GIB_PER_SECOND = 0.25  # weights from a bucket or the Hub; assumed
 SETUP_SECONDS = 180.0  # environment and start of a TPU VM; assumed
-EVALUATION_SHARE = 1 / 3
-"""Share of a training step's time that an evaluation of the same rows takes, being forward alone; used only where the
-evaluation is not compiled."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +103,20 @@ def evaluating_seconds(
 ) -> tuple[float, list[str]]:
     """Return the seconds of all evaluations and samples, and what was assumed of them."""
     rows = config.trainer.max_eval_rows
-    every = intervals_of(config, total_steps=sum(length.steps for length in lengths)).evaluate
+    total_steps = sum(length.steps for length in lengths)
+    eval_len = max(stage.geometry.seq_len for stage in stages)
+    step_tokens = sum(length.tokens for length in lengths) / max(1, total_steps)
+    costs = costs_of(config, step_tokens=step_tokens, eval_tokens=rows * eval_len, num_stages=len(lengths))
+    intervals = intervals_of(config, total_steps=total_steps, costs=costs)
+    every = intervals.evaluate
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
-    num_samples = 2 + (num_evaluations - 1 if config.sample.at == "evaluations" else 0)
+    num_samples = 2 + (num_evaluations - 1 if intervals.samples else 0)
     sampling = num_samples * config.sample.max_new_tokens * (outside.sample_token_seconds or 0.0)
     if outside.eval_batch_seconds is None:
         longest = max(length.step_seconds for length in lengths)
         global_rows = max(stage.geometry.global_rows for stage in stages)
         assumed = f"an evaluation takes a third of a training step's time for its {rows} rows (assumed)"
-        return num_evaluations * longest * rows / global_rows * EVALUATION_SHARE + sampling, [assumed]
+        return num_evaluations * longest * rows / global_rows * FORWARD_SHARE + sampling, [assumed]
     per_source = max(1, rows // len(config.data))
     batches = len(config.data) * -(-per_source // outside.eval_rows)
     return num_evaluations * batches * outside.eval_batch_seconds + sampling, []

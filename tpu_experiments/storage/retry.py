@@ -50,7 +50,7 @@ class Grace:
             seconds: that time.
             requested_at: returns the monotonic time of the stop request; None before one.
         """
-        self._seconds, self._requested_at = seconds, requested_at
+        self.seconds, self._requested_at = seconds, requested_at
         self._leaving_at: float | None = None
 
     def install(self) -> "Grace":
@@ -63,16 +63,21 @@ class Grace:
         """Note that the work is over and only uploads remain."""
         self._leaving_at = time.monotonic()
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the work is over."""
+        return self._leaving_at is not None
+
     def ends_at(self) -> float | None:
         """Return the monotonic deadline of this thread's operations; None while there is none."""
         requested_at = self._requested_at()
         if requested_at is None:
             return None
         if has_substitute():
-            return requested_at + min(PATIENCE_SECONDS, self._seconds)
+            return requested_at + min(PATIENCE_SECONDS, self.seconds)
         if self._leaving_at is None:
             return None
-        return max(requested_at + self._seconds, self._leaving_at + PATIENCE_SECONDS)
+        return max(requested_at + self.seconds, self._leaving_at + PATIENCE_SECONDS)
 
 
 def only_uploads_remain() -> None:

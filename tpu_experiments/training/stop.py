@@ -42,6 +42,29 @@ class StopFlag:
             signal.signal(signal.SIGTERM, self._request)
             signal.signal(signal.SIGINT, self._request)
 
+    def end_where_stuck(self, may_end: Callable[[], bool]) -> None:
+        """End the process once the grace period is over, if the work has not come to an end and `may_end` says so.
+
+        Python runs no signal handler while the main thread waits for a compiler or a device; the wake-up pipe is
+        written to all the same. Call it in the main thread of a run that is one process.
+        """
+        if stopping.joined() is not None or threading.current_thread() is not threading.main_thread():
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._end, args=(reading, may_end), name="stuck", daemon=True).start()
+
+    def _end(self, reading: int, may_end: Callable[[], bool]) -> None:
+        while not set(os.read(reading, 64)) & set(stopping.SIGNALS):
+            pass
+        time.sleep(self.grace.seconds)
+        while not may_end() or self.grace.is_leaving:
+            time.sleep(1.0)
+        print("stopped on request, inside a compilation or a load; the same command goes on from its last checkpoint")
+        sys.stdout.flush()
+        os._exit(STOPPED_EXIT_CODE)
+
     def request(self) -> None:
         """Ask the run to stop, as the signals do."""
         self._requested_at = self._requested_at or time.monotonic()

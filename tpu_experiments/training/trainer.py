@@ -30,7 +30,7 @@ from tpu_experiments.checkpoint.state import (
 )
 from tpu_experiments.checkpoint.store import latest_step, read_step, remove_after, verify_newest
 from tpu_experiments.config.curriculum import Stage
-from tpu_experiments.config.defaults import Intervals, intervals_of
+from tpu_experiments.config.defaults import Intervals, costs_of, intervals_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, ProfileConfig
 from tpu_experiments.data.batches import Batch
@@ -224,8 +224,23 @@ class Trainer:
     @cached_property
     def intervals(self) -> Intervals:
         """Return the steps between log records, evaluations and checkpoints."""
-        total = sum(steps_by_stage(self.inputs, config=self.config).values())
-        return intervals_of(self.config, total_steps=total)
+        steps = steps_by_stage(self.inputs, config=self.config)
+        total = max(1, sum(steps.values()))
+        shapes = {stage.name: stage.geometry for stage in self.inputs.stages}
+        trained = sum(num * shapes[name].global_rows * shapes[name].seq_len for name, num in steps.items())
+        held_out = [batch for batches in self.held_out.values() for batch in batches]
+        num_rows = sum(int((batch.segments_GT > 0).any(axis=1).sum()) for batch in held_out)
+        costs = costs_of(
+            self.config,
+            step_tokens=max(1, trained) / total,
+            eval_tokens=num_rows * self.inputs.eval_seq_len,
+            num_stages=len(steps),
+            writes_samples=samples(self.config),
+        )
+        found = intervals_of(self.config, total_steps=sum(steps.values()), costs=costs)
+        if found.capped:
+            log.info("evaluations: %s", found.capped)
+        return found
 
     # ---- building -------------------------------------------------------------------------------------------
 
@@ -430,6 +445,8 @@ class Trainer:
     def run(self) -> None:
         """Load, evaluate, train every stage, evaluate, export."""
         self.stop.install()
+        if self.runtime.world_size == 1 and self.seat is None:
+            self.stop.end_where_stuck(self.has_saved)
         with self.watch.measure("load"):
             self.build()
             self.saver = self.build_saver()
@@ -591,6 +608,10 @@ class Trainer:
             remove_after(folder, self.progress.step)
         steps = range(self.progress.step + 1, done + 1)
         self.outputs.rewind(self.progress.step, num_lost=sum(not before.is_skipped(step) for step in steps))
+
+    def has_saved(self) -> bool:
+        """Return whether a complete checkpoint has the last step; another thread asks."""
+        return self.is_saved and not (hasattr(self, "saver") and self.saver.is_writing)
 
     def leave_if_requested(self) -> None:
         """Stop on request with a checkpoint of the last step; all processes call it at the same points.
@@ -795,7 +816,7 @@ class Trainer:
     def sampled(self, when: str) -> list[str]:
         """Return a continuation of every prompt; empty where none is due."""
         settings, inputs = self.config.sample, self.inputs
-        if not samples(self.config) or (when == "during" and settings.at == "ends"):
+        if not samples(self.config) or (when == "during" and not self.intervals.samples):
             return []
         with self.watch.measure("eval"):
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]

@@ -13,6 +13,7 @@ from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.loggers.runlog import held_back
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
+from tpu_experiments.training.evaluation import Told
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Answers:
             live: print the text of a batch of one row while it is generated, and of others afterwards.
         """
         waiting: dict[int, list[tuple[int, Prompt, list[int]]]] = {}
+        told = Told("generation, tokens of answers")
         for prompt, ids in prompts:
             bucket = self.reader.bucket(ids, place=prompt.place)
             for _ in range(self.num_sequences):
@@ -138,21 +140,23 @@ class Answers:
                 self.num_prompts += 1
                 waiting.setdefault(bucket, []).append((number, prompt, ids))
                 if len(waiting[bucket]) == self.decoder.num_rows:
-                    yield from self._batch(waiting.pop(bucket), bucket=bucket, live=live)
+                    yield from self._batch(waiting.pop(bucket), bucket=bucket, live=live, told=told)
         for bucket, rows in sorted(waiting.items()):
-            yield from self._batch(rows, bucket=bucket, live=live)
+            yield from self._batch(rows, bucket=bucket, live=live, told=told)
 
     def _batch(
-        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, live: bool
+        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, live: bool, told: Told
     ) -> Iterator[tuple[int, Answer]]:
         with Screen(self.reader.ends.marker) as screen:
-            yield from self._answered(rows, bucket=bucket, screen=screen if live else None)
+            yield from self._answered(rows, bucket=bucket, screen=screen if live else None, told=told)
 
     def _answered(
-        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, screen: "Screen | None"
+        self, rows: list[tuple[int, Prompt, list[int]]], *, bucket: int, screen: "Screen | None", told: Told
     ) -> Iterator[tuple[int, Answer]]:
         answers: list[Answer] = []
         for answers in self.grow(rows, bucket=bucket):
+            if screen is None:
+                told(self.num_tokens + sum(answer.num_tokens for answer in answers), None)
             if screen is not None and len(rows) == 1:
                 screen.show(answers[0].text)
         if screen is not None:
