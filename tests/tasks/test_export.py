@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests.config.composing import composed
 from tests.training.runs import finished
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.export.weights import whole_model
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks import export
+from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.parity import compare
 from tpu_experiments.tasks.export.proof import Proof
 from tpu_experiments.tasks.export.readers import TransformersModel
-from tpu_experiments.tasks.export.subject import subject_of
+from tpu_experiments.tasks.export.subject import Subject, subject_of
 
 pytest_plugins = ("tests.gcs",)
 pytestmark = [
@@ -179,11 +182,23 @@ def test_another_tokenizer_is_worse(run, proof):
     assert found.first_different_line
 
 
-def test_worse_ends_with_exit_code_1(run, capsys):
+def scaled_down(folder: str, subject: Subject):
+    """Write a merge of half the adapter."""
+    with_half = replace(subject.origin.lora, alpha=subject.origin.lora.alpha / 2)
+    halved = whole_model(subject.source, lora=with_half, trained=subject.origin.trained)
+    return WRITERS["merged"](folder, replace(subject, model=replace(halved, config=subject.model.config)))
+
+
+def test_worse_ends_with_exit_code_1_and_is_not_uploaded(run, capsys, monkeypatch):
+    monkeypatch.setitem(WRITERS, "merged", scaled_down)
     with pytest.raises(SystemExit) as ended:
-        export.run(configured(run, "task.forms=[merged]", "task.parity.max_perplexity_ratio=1.0000000001"))
+        export.run(configured(run, "task.forms=[merged]"))
     assert ended.value.code == 1
-    assert "worse" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "worse" in out
+    assert "times what training changed" in out
+    with pytest.raises(ConfigError, match=r"worse than the trained model.*nothing is uploaded"):
+        export.run(configured(run, "task.forms=[merged]", "task.push=me/ro"))
 
 
 def test_without_its_data_it_is_not_checked_and_says_why(run):
@@ -202,10 +217,24 @@ def test_without_its_data_it_is_not_checked_and_says_why(run):
 
 def test_another_limit_is_another_comparison(run):
     limit = "task.parity.max_perplexity_ratio"
-    ((merged,),) = exported(run, "task.forms=[merged]", f"{limit}=1.0000000001").values()
-    assert merged.verdict == "worse"
-    ((merged,),) = exported(run, "task.forms=[merged]", f"{limit}=1.01").values()
-    assert (merged.verdict, merged.max_perplexity_ratio) == ("ok", 1.01)
+    for asked in (1.02, 1.01):
+        ((merged,),) = exported(run, "task.forms=[merged]", f"{limit}={asked}").values()
+        assert (merged.verdict, merged.max_perplexity_ratio) == ("ok", asked)
+
+
+def test_a_verdict_of_the_earlier_comparison_is_not_kept(run):
+    """It called lower perplexity worse."""
+    exported(run, "task.forms=[merged]")
+    place = run / "export" / "merged" / "export.json"
+    stored = json.loads(place.read_text())
+    (parity,) = stored["parity"]
+    for name in ("rounding", "beyond_rounding", "kept", "kept_low", "kept_high"):
+        del parity[name]
+    parity["verdict"] = "worse"
+    place.write_text(json.dumps(stored))
+    ((merged,),) = exported(run, "task.forms=[merged]").values()
+    assert merged.verdict == "ok"
+    assert merged.kept == pytest.approx(1, abs=0.05)
 
 
 def test_to_a_bucket(run, gcs_bucket):

@@ -97,6 +97,8 @@ def _complete(folder: str, digest: str) -> list[Parity] | None:
         reason = "holds other weights, or other settings, or is incomplete"
     elif any(parity.verdict == "not checked" for parity in parities):
         reason = "was not compared with the trained model"
+    elif any("kept" not in fields and fields["verdict"] == "worse" for fields in facts["parity"]):
+        reason = "was compared with bounds that do not hold for large models"
     else:
         return parities
     log.info("%s %s: it is written anew", folder, reason)

@@ -17,13 +17,22 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.generation import end_ids
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
 from tpu_experiments.export.peft import without_start, write_adapter
-from tpu_experiments.export.quantised import Int8Layout, Layout, NF4Layout, Quantised, TernaryLayout, write_quantised
+from tpu_experiments.export.quantised import (
+    Int8Layout,
+    Layout,
+    NF4Layout,
+    Quantised,
+    TernaryLayout,
+    chosen_weights,
+    write_quantised,
+)
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.low_rank_qat import grid_of, input_settings
 from tpu_experiments.runtime.stacked import LEARNT_SCALE
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
+from tpu_experiments.tasks.export.rounding import Rounding, in_codes, in_dtype, in_gguf, unchanged
 from tpu_experiments.tasks.export.subject import Subject
 
 log = logging.getLogger(__name__)
@@ -39,6 +48,10 @@ class Copy:
     """Reads the form's folder, on this machine, for arithmetic in a data type."""
     is_exact: bool = False
     """Whether it holds every weight in float32."""
+    rounded: Rounding | None = None
+    """The form's rounding; None where it cannot be computed from a weight alone."""
+    rounds_inputs: bool = False
+    """Whether its reader rounds the inputs of products."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,12 @@ def write_peft(folder: str, subject: Subject) -> Written:
 
     base = origin.config.model.base
     # No library holds a base in int8 as training did, so it is read unquantised, and differs by that rounding.
-    return Written(digests, [Copy("peft", read, is_exact=base != "int8")], {"base": base})
+    copy = Copy("peft", read, is_exact=base != "int8", rounded=unchanged if base != "int8" else None)
+    return Written(digests, [copy], {"base": base})
+
+
+def _transformers(folder: str, dtype: torch.dtype) -> Reader:
+    return TransformersModel(folder, dtype=dtype)
 
 
 def write_merged(folder: str, subject: Subject) -> Written:
@@ -102,7 +120,7 @@ def write_merged(folder: str, subject: Subject) -> Written:
     require_effect(effect, subject)
     # A rounding that falls to the other side moves a log-probability by more than the order of a sum does.
     is_exact = dtype == torch.float32 and subject.source.model.linear == "plain"
-    copy = Copy("merged", lambda folder, dtype: TransformersModel(folder, dtype=dtype), is_exact=is_exact)
+    copy = Copy("merged", _transformers, is_exact=is_exact, rounded=in_dtype(dtype))
     notes = []
     if input_settings(subject.source.model) is not None:
         notes.append(
@@ -146,7 +164,13 @@ def write_gguf(folder: str, subject: Subject) -> Written:
             metadata=metadata,
         )
     copies = [
-        Copy(kind, _llama_cpp(kind, drops_blank=written.doubles_blank), is_exact=is_exact(kind, model.architecture))
+        Copy(
+            kind,
+            _llama_cpp(kind, drops_blank=written.doubles_blank),
+            is_exact=is_exact(kind, model.architecture),
+            rounded=in_gguf(kind),
+            rounds_inputs=not is_exact(kind, model.architecture),
+        )
         for kind in types
     ]
     facts: dict[str, object] = {
@@ -252,8 +276,11 @@ def write_codes(folder: str, subject: Subject, *, form: str) -> Written:
     notes = [made.note] if made.note else []
     if base != "dense":
         notes.append(f"The base was {base} in training: base and adapter were added up and quantised again.")
-    copy = Copy(form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
-    return Written(made.digests, [copy], facts, notes)
+    format, names = layout.format, chosen_weights(subject.model, layout)
+    rounded = in_codes(
+        lambda weight: format.decode(format.quantise(weight), dtype=torch.float32), names, others=subject.dtype
+    )
+    return Written(made.digests, [Copy(form, _transformers, rounded=rounded)], facts, notes)
 
 
 def write_ternary(folder: str, subject: Subject) -> Written:
@@ -262,9 +289,13 @@ def write_ternary(folder: str, subject: Subject) -> Written:
     Raises:
         ConfigError: a weight of the layers has a number of output features that 4 does not divide.
     """
-    made = write_layout(folder, TernaryLayout(subject.source.dtype), subject, holds_all=True)
+    dtype = subject.source.dtype
+    made = write_layout(folder, TernaryLayout(dtype), subject, holds_all=True)
     facts = {"dtype": str(subject.dtype).removeprefix("torch."), "quantised": made.quantised}
-    return Written(made.digests, [Copy("bitnet", lambda folder, dtype: TransformersModel(folder, dtype=dtype))], facts)
+    rounded = in_codes(
+        lambda weight: weight.to(dtype).to(torch.float32), subject.model.linears, others=subject.dtype
+    )  # the model rounds to ternary weights itself, of what it is given in training's data type
+    return Written(made.digests, [Copy("bitnet", _transformers, rounded=rounded, rounds_inputs=True)], facts)
 
 
 def write_rounded(folder: str, subject: Subject) -> Written:
@@ -294,7 +325,8 @@ def write_rounded(folder: str, subject: Subject) -> Written:
             "greatest feature (`input_activations` in config.json). transformers does so unless it is given "
             "`dequantize=True`."
         )
-    copy = Copy(layout.form, lambda folder, dtype: TransformersModel(folder, dtype=dtype))
+    rounded = in_codes(lambda weight: weight, subject.model.linears, others=subject.dtype)
+    copy = Copy(layout.form, _transformers, rounded=rounded, rounds_inputs=inputs is not None)
     return Written(made.digests, [copy], facts, notes)
 
 

@@ -11,18 +11,22 @@ import psutil
 import torch
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import OF_ROUNDED, LoraConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig, WrittenFormsConfig
+from tpu_experiments.models.low_rank_qat import input_settings
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.inputs import NothingHeldOut, evaluation_inputs
 from tpu_experiments.tasks.evaluate.subject import BASE_ALONE
 from tpu_experiments.tasks.evaluate.subject import subject_of as evaluated
 from tpu_experiments.tasks.export.forms import Copy
-from tpu_experiments.tasks.export.parity import Parity, Reference, Texts, compare
+from tpu_experiments.tasks.export.parity import Account, Parity, Reference, Texts, compare
 from tpu_experiments.tasks.export.readers import TrainedModel
+from tpu_experiments.tasks.export.rounding import round_weights
 from tpu_experiments.tasks.export.subject import Subject
+from tpu_experiments.tasks.generate.origin import Origin
 from tpu_experiments.training.row_lengths import measure_rows
 
 log = logging.getLogger(__name__)
@@ -112,6 +116,7 @@ class Proof:
         if trained is None:
             return Parity(copy.label, "not checked", self.refusal)
         assert self.arithmetic is not None
+        rounded = self._rounded(trained, copy)
         try:
             export = copy.read(folder, self.arithmetic)
             log.info("%s: %s reads it", copy.label, export.name)
@@ -122,6 +127,8 @@ class Proof:
                 arithmetic=self.arithmetic,
                 is_exact=copy.is_exact,
                 max_ratio=self.subject.task.parity.max_perplexity_ratio,
+                rounded=rounded,
+                rounds_inputs=copy.rounds_inputs,
             )
         except ImportError as error:
             reason = f"{error.name or error} is not installed: `pip install 'tpu_experiments[export]'`"
@@ -144,19 +151,45 @@ class Proof:
             self.refusal = f"there is no held-out text: {error}"
             log.warning("exports are not compared: %s", error)
             return None
-        widened = replace(subject.origin.config.model, dtype=str(self.arithmetic).removeprefix("torch."))
-        source = locate(widened._target_, key="model")(widened, seed=subject.origin.config.seed)
-        log.info("computing what the trained model says of %d documents", len(texts.documents))
-        model = TrainedModel(
-            source,
-            origin=subject.origin,
+        log.info("computing what the trained model and its base say of %d documents", len(texts.documents))
+        folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="parity_")))
+        model = self._model(subject.origin)
+        reference = Reference(model, texts, num=subject.task.parity.max_new_tokens, folder=folder)
+        del model  # one model is in memory at a time
+        if subject.origin.trained:
+            reference.base = reference.of_some(self._model(_base_of(subject.origin)), name="base")
+        self._reference = reference
+        return reference
+
+    def _model(self, origin: Origin) -> TrainedModel:
+        subject = self.subject
+        widened = replace(origin.config.model, dtype=str(self.arithmetic).removeprefix("torch."))
+        return TrainedModel(
+            locate(widened._target_, key="model")(widened, seed=origin.config.seed),
+            origin=origin,
             stored=subject.source.dtype,
             runtime=EagerRuntime(replace(self.config.hw, device="cpu", runtime="eager", num_devices=1)),
             tokenizer=subject.tokenizer,
         )
-        folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="parity_")))
-        self._reference = Reference(model, texts, num=subject.task.parity.max_new_tokens, folder=folder)
-        return self._reference
+
+    def _rounded(self, trained: Reference, copy: Copy) -> Account | None:
+        """Return what the trained model with the form's rounding says; None where that cannot be told."""
+        model = self.subject.source.model
+        rounds_inputs = model.base_activations == "int8" or input_settings(model) is not None
+        if copy.rounded is None or self.arithmetic != torch.float32 or (rounds_inputs and not copy.rounds_inputs):
+            return None
+        made = self._model(self.subject.origin)
+        round_weights(made.module, self.subject.model.tensors(), copy.rounded)
+        return trained.of_some(made, name="rounded")
+
+
+def _base_of(origin: Origin) -> Origin:
+    """Return the model that training began with, whole."""
+    model = origin.config.model
+    if model.linear == "lr_qat":  # rounded by adapters, of which it has none
+        model = replace(model, linear="plain", **OF_ROUNDED)
+    config = replace(origin.config, model=model)
+    return replace(origin, config=config, lora=LoraConfig(r=0), trained={}, reduced_with_seed=None)
 
 
 def arithmetic_for(subject: Subject) -> torch.dtype | None:

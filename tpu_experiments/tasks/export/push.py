@@ -84,7 +84,8 @@ def _upload_of(folder: str, repository: str, *, is_only: bool) -> Upload:
     if worse:
         raise ConfigError(
             f"task.push={repository}; {folder} is worse than the trained model ({'; '.join(worse)}), and nothing is "
-            "uploaded; leave it out of task.forms, or name a task.parity.max_perplexity_ratio that you accept."
+            "uploaded; leave it out of task.forms, or, where perplexity alone is the reason, name a "
+            "task.parity.max_perplexity_ratio that you accept."
         )
     form = facts["form"]
     card = Card(**facts["card"])

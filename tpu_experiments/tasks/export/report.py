@@ -7,18 +7,33 @@ from tpu_experiments.pages.table import aligned
 from tpu_experiments.storage import strict_json
 from tpu_experiments.tasks.export.parity import Parity
 
-COLUMNS = ("form", "verdict", "perplexity", "ratio", "KL", "log-prob.", "greedy", "lines", "read by")
+COLUMNS = (
+    "form",
+    "verdict",
+    "perplexity",
+    "ratio",
+    "kept",
+    "rounding",
+    "beyond",
+    "KL",
+    "log-prob.",
+    "greedy",
+    "lines",
+    "read by",
+)
 
 
 def row_of(parity: Parity) -> tuple[str, ...]:
     """Return the cells of `COLUMNS`."""
     if parity.perplexity_ratio is None:
-        return (parity.form, parity.verdict, *[""] * 7)
+        return (parity.form, parity.verdict, *[""] * (len(COLUMNS) - 2))
     return (
         parity.form,
         parity.verdict,
         f"{parity.export_perplexity:.4f}",
         f"{parity.perplexity_ratio:.6f}",
+        "" if parity.kept is None else f"{parity.kept:.4f}",
+        *("" if value is None else f"{value:.1e}" for value in (parity.rounding, parity.beyond_rounding)),
         f"{max(0.0, parity.mean_kl or 0.0):.2e}",
         f"{parity.max_log_prob_diff:.2e}",
         f"{parity.same_greedy}/{parity.greedy}",
@@ -68,9 +83,12 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
         lines += [
             f"Compared in {first.arithmetic} on {first.tokens:,} tokens of {first.documents} {first.data}, of which "
             f"the trained model's perplexity is {first.perplexity:.4f}. `ratio`: perplexity of the files over "
-            "that of the trained model. `KL`: mean divergence of the next token's distribution, nats. `log-prob.`: "
-            "largest difference of a log-probability, over the whole vocabulary. `greedy`: tokens of continuations "
-            "that are equal before the first that differs. `lines`: lines of text that both tokenizers split alike."
+            "that of the trained model. `kept`: part of training's effect that the files hold, 1 for all. `rounding`: "
+            "what the form's own rounding does to the trained model, root mean square difference of log-probabilities, "
+            "nats; `beyond`: that of the files from the trained model so rounded. `KL`: mean divergence of the next "
+            "token's distribution, nats. `log-prob.`: largest difference of a log-probability, over the whole "
+            "vocabulary. `greedy`: tokens of continuations that are equal before the first that differs. `lines`: "
+            "lines of text that both tokenizers split alike."
             f"{_interval(parities)}",
             "",
         ]
