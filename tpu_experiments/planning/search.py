@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten
-from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.plan import ChipMemory, Plan, Rung, Tried
 

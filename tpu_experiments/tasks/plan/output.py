@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.schema import Config
@@ -42,7 +43,7 @@ def publish(plan: Plan, *, config: Config) -> None:
     overlay = overlay_yaml(plan)
     if overlay:
         paths.write_text_atomic(paths.join(folder, "best.yaml"), overlay)
-        print(f"best: the same command with task=train +plan={folder}/best.yaml")
+        print(f"best: the same command with {typed('task=train', override_of('+plan', f'{folder}/best.yaml'))}")
 
 
 def kept_programs(plan: Plan, *, config: Config) -> str:
