@@ -31,8 +31,8 @@ from yaml import MarkedYAMLError
 
 from tpu_experiments.config.compose import as_typed, require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
-from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
 from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries

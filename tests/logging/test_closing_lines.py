@@ -140,9 +140,9 @@ def test_what_comes_next_starts_from_this_run(result: dict[str, Any]) -> None:
     here = summary(full, folder=RunFolder("a b", "toy"), arguments=["lora=none", "optim.lr=1e-3"])
     assert here.partition("next:\n")[2].splitlines() == [
         "  tensorboard --logdir_spec 'toy:a b/toy/tensorboard'",
-        "  python run.py task=generate 'task.run=a b/toy'   # type prompts to it",
-        "  python run.py task=evaluate 'task.run=a b/toy'   # on its test split, beside its base",
-        "  python run.py task=export 'task.run=a b/toy'   # merged, and proven; task.forms=[gguf] too",
+        "  python run.py task=generate 'task.run=\"a b/toy\"'   # type prompts to it",
+        "  python run.py task=evaluate 'task.run=\"a b/toy\"'   # on its test split, beside its base",
+        "  python run.py task=export 'task.run=\"a b/toy\"'   # merged, and proven; task.forms=[gguf] too",
     ]
 
 

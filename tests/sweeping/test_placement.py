@@ -28,7 +28,7 @@ def test_each_of_eight_points_has_a_chip_and_a_port_of_its_own(tmp_path: Path) -
         assert place.env["TPU_PROCESS_ADDRESSES"] == f"localhost:{place.env['TPU_PROCESS_PORT']}"
         assert place.cores is None
     assert len({place.overrides for place in places}) == 8
-    assert places[3].overrides == (f"hw.compile_cache='{tmp_path}/compile_cache/slot_3'",)
+    assert places[3].overrides == (f"hw.compile_cache={tmp_path}/compile_cache/slot_3",)
 
 
 def test_what_a_container_exports_for_the_whole_host_is_narrowed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_the_child_is_one_run_in_the_folder_of_the_sweep(tmp_path: Path) -> None
     config = composed("name=p", f"output_dir={folder}")
     own = tuple(without_own(["seed=1", "name=ranks", f"output_dir={tmp_path}", "lora.r=8"]))
     command = command_of(Point("lora.r=8", {"lora.r": "8"}, own, config), given=str(tmp_path))
-    assert command[2:] == ["seed=1", "lora.r=8", "name='lora.r=8'", f"output_dir='{folder}'", "hydra.mode=RUN"]
+    assert command[2:] == ["seed=1", "lora.r=8", 'name="lora.r=8"', f"output_dir={folder}", "hydra.mode=RUN"]
     assert Path(command[1]).name == "run.py"
     assert Path(command[1]).exists()
     point = Point("p", {}, own, config, options=("--config-dir=/lab/conf",))
@@ -46,7 +46,7 @@ def test_the_child_is_one_run_in_the_folder_of_the_sweep(tmp_path: Path) -> None
 def test_plans_of_a_sweep_share_what_is_compiled(tmp_path: Path) -> None:
     config = composed("task=plan", "hw=v5e1", "name=p", f"output_dir={tmp_path}/sweeps/s")
     command = command_of(Point("p", {}, (), config), given=str(tmp_path))
-    assert command[-1] == f"task.compiled_folder='{tmp_path}/plans/compiled'"
+    assert command[-1] == f"task.compiled_folder={tmp_path}/plans/compiled"
 
 
 def test_the_command_for_people_is_without_what_makes_it_a_sweep() -> None:

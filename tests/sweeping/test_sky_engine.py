@@ -249,8 +249,8 @@ def test_a_job_rents_the_machine_and_gives_the_points_command(hw: str, monkeypat
     assert shlex.split(job["setup"]) == words[:4] == set_up
     assert words[4:10] == ["--", "python", "run.py", f"hw={hw}", "lora.r=8", "data.sample_text.path=/a b/$c"]
     assert words[10:] == [
-        "name='lora.r=8,data=[a-b]'",
-        "output_dir='gs://bkt/runs/sweeps/tried'",
+        'name="lora.r=8,data=[a-b]"',
+        "output_dir=gs://bkt/runs/sweeps/tried",
         "hydra.mode=RUN",
     ]
     assert yaml.safe_load(yaml.safe_dump(job)) == job

@@ -243,7 +243,7 @@ def test_exports_in_a_bucket(run, answers, make_config, gcs_bucket):
 
 
 REFUSED = {
-    "no export": (["task.run={run}", "task.weights=merged"], r"task=export task.run=.* 'task.forms=\[merged\]'\.$"),
+    "no export": (["task.run={run}", "task.weights=merged"], r"task=export task.run=.* 'task.forms=\[merged\]'`\.$"),
     "no files": (["task.run={run}", "task.weights=gguf"], "gguf has no .gguf file"),
     "no file": (["task.run={run}", "task.gguf={run}/no.gguf"], "there is no such file"),
     "not one": (["task.run={run}", "task.gguf={run}/config.yaml"], "llama.cpp cannot load it"),

@@ -5,20 +5,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.trust import search_keys, setting_problem
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
-PLAIN = re.compile(r"[\w./:+-]+")
 OPTION = re.compile(r"\+{0,2}plan=(.+)")
 OWN_ENTRIES = re.compile(r"data\.([^.=]+)\.(?:fields|questions|keep)[.=].*", re.DOTALL)
 """Overrides of a source's mappings, whose keys the user chooses; Hydra requires a `+` before a new key."""
-
-
-def override_of(key: str, value: Any) -> str:
-    """Return `key=value` in Hydra's command line syntax."""
-    return f"{key}={_written(value)}"
 
 
 def overlay_file(arguments: list[str]) -> str | None:
@@ -27,10 +24,20 @@ def overlay_file(arguments: list[str]) -> str | None:
     Raises:
         ConfigError: there are two.
     """
-    files = [match[1].strip("'\"") for match in map(OPTION.fullmatch, arguments) if match]
+    files = [_unquoted(match[1]) for match in map(OPTION.fullmatch, arguments) if match]
     if len(files) > 1:
         raise ConfigError(f"+plan={files[1]}; +plan={files[0]} is given as well; one overlay can be laid under a run.")
     return files[0] if files else None
+
+
+def _unquoted(value: str) -> str:
+    """Return the text of a value that may be quoted as Hydra's grammar has it."""
+    if value[0] not in "'\"":
+        return value
+    try:
+        return str(OverridesParser.create().parse_override(f"plan={value}").value()).replace("\\${", "${")
+    except HydraException:
+        return value.strip("'\"")
 
 
 def with_overlay(arguments: list[str], *, text: str, file: str) -> list[str]:
@@ -75,16 +82,3 @@ def _entries(text: str, *, file: str, given: Collection[str]) -> dict[str, Any]:
                 f"or {advice}"
             )
     return found
-
-
-def _written(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(_written(part) for part in value)}]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(part)}" for key, part in value.items()) + "}"
-    text = str(value)
-    return text if PLAIN.fullmatch(text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.plan_estimates import plan_line
@@ -19,8 +20,10 @@ from tpu_experiments.storage.run_folder import RunFolder, has_other_length, open
 
 BOUND = "perplexity_bound"
 """Measure that bounds the perplexity from above; with `_low` and `_high` the ends of its interval."""
-OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*)=")
+OF_ONE_RUN = re.compile(r"-|\+*(name|lora\.r|task|task\..*|sweep|sweeping\..*|hydra[./].*)=")
 """Arguments of a command that a follow-up run with the same settings does not repeat."""
+SWEEPS = "sweeps"
+"""Folder of the output_dir with the sweeps, whose points are below them (sweeping/points.py)."""
 CONFIG_FOLDERS = frozenset({"--config-dir", "-cd", "--config-path", "-cp"})
 """Options that a follow-up run repeats, with the folder behind them."""
 
@@ -80,24 +83,25 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
 def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[str]) -> list[str]:
     """Return commands for this run: TensorBoard, generate, evaluate, export, and the same settings at other ranks."""
     imported = [word for word in arguments if word.startswith("plugins=")]
-    run, own = shlex.join([f"task.run={folder.path()}", *imported]), _repeated(arguments)
+    run, own = [override_of("task.run", folder.path()), *imported], _repeated(arguments)
     several, one = _hardware(result["hw"])
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
-    evaluate = f"  python run.py task=evaluate {run}{several}   # on its test split, beside its base"
+    evaluate = f"  {command('task=evaluate', *run, *several)}   # on its test split, beside its base"
     scored = [] if result.get("has_own_objective") else [evaluate]
     if not _writes_text(result):
-        fill = f"  python run.py task=generate {run}{one}   # fill masked tokens after a prompt"
+        fill = f"  {command('task=generate', *run, *one)}   # fill masked tokens after a prompt"
         return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), *scored]
     lines = [
         board,
-        f"  python run.py task=generate {run}{one}   # type prompts to it",
+        f"  {command('task=generate', *run, *one)}   # type prompts to it",
         *scored,
-        f"  python run.py task=export {run}   # "
+        f"  {command('task=export', *run)}   # "
         + ("its integers, packed and proven" if "rounded" in result else "merged, and proven; task.forms=[gguf] too"),
     ]
-    if _is_adapter(result) and not result.get("start"):  # what it started from has one rank
-        words = shlex.join(["-m", *own, f"name={result['name']}_ranks"])
-        lines.append(f"  python run.py {words} lora.r=8,16,32   # the same at other ranks")
+    is_point = paths.join(folder.output_dir).split("/")[-2:-1] == [SWEEPS]  # whose ranks are the sweep's matter
+    if _is_adapter(result) and not result.get("start") and not is_point:  # what it started from has one rank
+        words = ["-m", *own, override_of("name", f"{result['name']}_ranks"), "lora.r=8,16,32"]
+        lines.append(f"  {command(*words)}   # the same at other ranks")
     return lines
 
 
@@ -135,12 +139,12 @@ def _is_adapter(result: dict[str, Any]) -> bool:
     return str(result["adapter_path"]).endswith("/adapter")
 
 
-def _hardware(name: str) -> tuple[str, str]:
-    """Return `hw=` for the same hardware and for one chip of it; empty for the CPU, the default."""
+def _hardware(name: str) -> tuple[list[str], list[str]]:
+    """Return overrides for the same hardware and for one chip of it; none for the CPU, the default."""
     one = re.sub(r"^(v\d+[a-z]+)\d+$", r"\g<1>1", name)
     if re.fullmatch(r"v\d+p?-\d+", name):  # no smaller slice of it is rented
-        one = f"{name} hw.parallel=inline hw.num_devices=1"
-    return ("", "") if name == "cpu" else (f" hw={name}", f" hw={one}")
+        return [override_of("hw", name)], [override_of("hw", name), "hw.parallel=inline", "hw.num_devices=1"]
+    return ([], []) if name == "cpu" else ([override_of("hw", name)], [override_of("hw", one)])
 
 
 def _skill_lines(skill: dict[str, Any] | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.identity import flatten
-from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.trust import search_keys
 from tpu_experiments.planning.plan import ChipMemory, Plan, Rung, Tried
@@ -194,7 +193,7 @@ def typed_words(plan: Plan) -> list[str]:
     """Return the best settings that `+plan=` does not take: those of axes that the command itself added."""
     best = best_of(plan.search)
     words = best.overrides if best else ()
-    return [shlex.quote(word) for word in words if word.partition("=")[0] not in search_keys()]
+    return [word for word in words if word.partition("=")[0] not in search_keys()]
 
 
 def described(tried: Tried) -> str:

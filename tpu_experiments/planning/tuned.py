@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.compose import CONF, sharding_table
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import fitting_rows, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.overlay import override_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values

@@ -16,6 +16,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.compose import require_single_choices, to_config
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
@@ -114,7 +115,7 @@ class PointLauncher(Launcher):
         name, own = point_name(varied), without_own(given)
         changed = {_key(o): o.partition("=")[2] for o in varied}
         try:
-            config = self._config_of([*own, f"name='{name}'", f"output_dir='{sweep.folder}'"])
+            config = self._config_of([*own, override_of("name", name), override_of("output_dir", sweep.folder)])
             check_price(config)
             sweep.engine.check(config)
         except ConfigError as error:

@@ -2,11 +2,13 @@
 
 import csv
 import io
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted, redacted_arguments
 from tpu_experiments.storage import paths, strict_json
@@ -210,8 +212,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 def after(name: str, *, folder: str) -> list[str]:
     """Return the commands that compare all points of the sweep."""
-    compare = f"python run.py task=report 'task.runs=[{folder}]' name={name}"
-    return [compare, f"tensorboard --logdir {folder}/tensorboard"]
+    compare = command("task=report", override_of("task.runs", [folder]), override_of("name", name))
+    return [compare, shlex.join(["tensorboard", "--logdir", f"{folder}/tensorboard"])]
 
 
 def csv_text(rows: Iterable[Row]) -> str:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.chips import chip_variables, num_chips_present
@@ -44,7 +45,7 @@ def place_of(slot: int, config: Config) -> Place:
 def own_cache(slot: int, config: Config) -> tuple[str, ...]:
     """Return the override for a compile cache of its own, as each process of `spawn` has."""
     folder = compile_cache_folder(config, process=0)
-    return () if folder is None else (f"hw.compile_cache='{paths.join(folder, f'slot_{slot}')}'",)
+    return () if folder is None else (override_of("hw.compile_cache", paths.join(folder, f"slot_{slot}")),)
 
 
 def share_of_cores(slot: int, *, count: int, usable: set[int]) -> frozenset[int]:

@@ -2,10 +2,10 @@
 
 import hashlib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.folders import COMMAND
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
@@ -65,17 +65,17 @@ def command_of(point: Point, *, given: str) -> list[str]:
 
     `hydra.mode=RUN` is added, since a preset of conf/sweep would turn on multirun again.
     """
-    command = [*COMMAND, *point.options, *point.overrides, f"name='{point.name}'"]
-    command += [f"output_dir='{point.config.output_dir}'", "hydra.mode=RUN"]
+    words = [*COMMAND, *point.options, *member_overrides(point), "hydra.mode=RUN"]
     task = point.config.task
     if isinstance(task, PlanTaskConfig) and task.compiled_folder is None:
-        command.append(f"task.compiled_folder='{paths.join(given, 'plans', 'compiled')}'")
-    return command
+        words.append(override_of("task.compiled_folder", paths.join(given, "plans", "compiled")))
+    return words
 
 
 def member_overrides(point: Point) -> list[str]:
     """Return the command line of a point that trains in a pack, for `config_of`."""
-    return [*point.overrides, f"name='{point.name}'", f"output_dir='{point.config.output_dir}'"]
+    own = (override_of("name", point.name), override_of("output_dir", point.config.output_dir))
+    return [*point.overrides, *own]
 
 
 def pack_command(point: Point, *, folder: str) -> list[str]:
@@ -85,10 +85,11 @@ def pack_command(point: Point, *, folder: str) -> list[str]:
         folder: its `PackFolder`.
     """
     own = [override for override in member_overrides(point) if not override.startswith("task=")]
-    return [*COMMAND, *point.options, *own, "hydra.mode=RUN", "task=pack", f"task.points='{folder}'"]
+    own += ["hydra.mode=RUN", "task=pack", override_of("task.points", folder)]
+    return [*COMMAND, *point.options, *own]
 
 
 def shown_command(overrides: Sequence[str], *, name: str) -> str:
     """Return the command that runs a point's settings on their own, for the user to type."""
     kept = [o for o in overrides if not o.startswith(OF_THE_SWEEP)]
-    return " ".join(["python run.py", *(shlex.quote(o) for o in kept), f"name={name}"])
+    return command(*kept, override_of("name", name))

@@ -4,13 +4,13 @@ It is the README.md of the run folder and of the exported adapter or model, wher
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import EvalResult
 
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.escaping import as_code, fenced, for_markdown
 from tpu_experiments.config.redaction import redacted_text
@@ -110,10 +110,9 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
 def _usage(result: Mapping[str, Any], config: Config) -> str:
     place, dtype = result["adapter_path"], config.model.dtype
     if config.model.linear == "lr_qat":
-        run = shlex.quote(f"task.run={place.rpartition('/')[0]}")
-        command = f"python run.py task=export {run}"
+        export = command("task=export", override_of("task.run", place.rpartition("/")[0]))
         return "No other library applies the adapter. Write the integers that it and the base fold into:\n\n" + fenced(
-            command, language="bash"
+            export, language="bash"
         )
     trust = ", trust_remote_code=True" if config.model.remote_code == "run" else ""
     if result.get("parts"):

@@ -22,6 +22,7 @@ from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import PIECE_BYTES, Groups, size, without_values
 from tpu_experiments.checkpoint.state import OPTIMIZER, PARAMETERS, averaged, flat, place_on_device, require_tensors
 from tpu_experiments.checkpoint.store import latest_progress, read_step
+from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.config.model_schema import LoraConfig
@@ -447,17 +448,19 @@ def _digest(files: list[str]) -> str:
 def _pissa_refusal(stored: Mapping[str, Any], folder: RunFolder) -> str:
     r, alpha = int(stored["lora.r"]), float(stored["lora.alpha"])
     factor = 2.0 if stored.get("lora.scaling") == "alpha_over_r" else math.sqrt(2)
+    export = typed(override_of("start.run", folder.path("adapter")))
     return (
         f"start.run={folder.path()}; its checkpoints are for a base that PiSSA reduced (lora.init=pissa); use the same "
-        f"lora.init, or start from its export: start.run={folder.path('adapter')} lora.r={2 * r} "
+        f"lora.init, or start from its export: {export} lora.r={2 * r} "
         f"lora.alpha={alpha * factor:g}."
     )
 
 
 def _merge_first(run: str, *, key: str) -> str:
+    words = typed("task=export", override_of(key, run), "task.forms=[merged]")
     return (
         f"start.run={run} with lora.r=0; it is an adapter, and this run trains all weights; merge it into its base "
-        f"(task=export {key}={run} 'task.forms=[merged]'), and give that folder as model.path instead of start.run."
+        f"({words}), and give that folder as model.path instead of start.run."
     )
 
 

@@ -8,6 +8,7 @@ import re
 from concurrent.futures import BrokenExecutor
 
 from tpu_experiments.config.bugs import bug_sentence, write_traceback
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.surroundings import sentence_of
 from tpu_experiments.runtime.processes.chips import device_nodes, held_text, holders_of, kill_text
@@ -129,7 +130,7 @@ def _fault(error: Exception, *, config: Config) -> tuple[str, int] | None:
             return f"the TPU did not start ({_line(text)}); {HOST_NETWORK}", REFUSED
         if NOT_STARTED.search(text):
             return (
-                f"the TPU did not start ({_line(text)}); `python run.py task=doctor hw={config.hw.name}` says why",
+                f"the TPU did not start ({_line(text)}); `{_doctor(config)}` says why",
                 REFUSED,
             )
         if LOST.search(text):
@@ -137,7 +138,7 @@ def _fault(error: Exception, *, config: Config) -> tuple[str, int] | None:
     if isinstance(error, BrokenExecutor):
         return (
             f"a process of hw.parallel={config.hw.parallel} ended abruptly, by a signal or an abort of libtpu; its last"
-            f" lines are above, and `python run.py task=doctor hw={config.hw.name}` tries the devices"
+            f" lines are above, and `{_doctor(config)}` tries the devices"
         ), FAILED
     return None
 
@@ -212,3 +213,7 @@ def _lost_sentence(text: str, *, config: Config) -> str:
         f"the TPU stopped working ({_line(text)}); {resumes}; if it stops again, take another machine and report this "
         "one to its provider"
     )
+
+
+def _doctor(config: Config) -> str:
+    return command("task=doctor", override_of("hw", config.hw.name))

@@ -11,6 +11,7 @@ from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.state import newest_parameters, progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.checks import check
+from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
@@ -123,7 +124,7 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
         if changed:
             raise ConfigError(
                 f"name={config.name}; {folder.path()} was made with {'; '.join(changed[:8])}; restore the values, or "
-                f"take the run's own with task.run={folder.path()}."
+                f"take the run's own with {typed(override_of('task.run', folder.path()))}."
             )
     _require_scored(folder)
     # Row geometry is this command's, and so is the compile cache, since compiled programs are machine code.

@@ -10,6 +10,7 @@ from torch import Tensor
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.state import newest_parameters
 from tpu_experiments.config.checks import check
+from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import require_own_places, values_of_run
 from tpu_experiments.config.model_schema import HELD, LoraConfig, ModelConfig, held_as_given
@@ -117,7 +118,7 @@ def form_of(run: str, form: str) -> str:
     if not paths.exists(paths.join(folder, MARKER)):
         raise ConfigError(
             f"task.weights={form}; {folder} has no {MARKER}, which task=export writes last; write it first: "
-            f"python run.py task=export task.run={run} 'task.forms=[{form}]'."
+            f"`{command('task=export', override_of('task.run', run), override_of('task.forms', [form]))}`."
         )
     return folder
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.escaping import for_terminal
@@ -43,7 +44,8 @@ def publish(plan: Plan, *, config: Config) -> None:
     overlay = overlay_yaml(plan)
     if overlay:
         paths.write_text_atomic(paths.join(folder, "best.yaml"), overlay)
-        print(" ".join([f"best: the same command with task=train +plan={folder}/best.yaml", *typed_words(plan)]))
+        words = typed("task=train", override_of("+plan", f"{folder}/best.yaml"), *typed_words(plan))
+        print(f"best: the same command with {words}")
 
 
 def kept_programs(plan: Plan, *, config: Config) -> str:

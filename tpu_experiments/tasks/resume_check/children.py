@@ -10,8 +10,10 @@ import time
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tpu_experiments.checkpoint.store import COMMIT, latest_step
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.folders import COMMAND
 from tpu_experiments.config.schema import Config
@@ -139,9 +141,9 @@ def check_overrides(config: Config, *, place: str) -> list[str]:
     cache = compile_cache_root(config)
     overrides = [
         "task=train",
-        f"output_dir='{place}'",
-        f"prepare.folder='{prepared_folder(config)}'",
-        f"hw.compile_cache='{cache or 'none'}'",
+        override_of("output_dir", place),
+        override_of("prepare.folder", prepared_folder(config)),
+        override_of("hw.compile_cache", cache or "none"),
         f"trainer.max_stage_steps={config.trainer.max_stage_steps}",
         f"trainer.log_every_steps={LOG_EVERY_STEPS}",
         "trainer.profile.start_step=null",
@@ -151,14 +153,15 @@ def check_overrides(config: Config, *, place: str) -> list[str]:
 
 def kill_overrides(events: Path, kill: Kill | None) -> list[str]:
     """Return overrides for when a child saves, metrics.jsonl, and the probe that watches and kills it."""
-    options, saves = f"path: '{events}'", []
+    options: dict[str, Any] = {"path": str(events)}
+    saves: list[str] = []
     if kill is not None:
         marker = f"checkpoints/step_{kill.checkpoint:08d}/{COMMIT}"
-        options += f", kill_after: {kill.after}, marker: {marker}"
+        options |= {"kill_after": kill.after, "marker": marker}
         saves = [f"checkpoint.every_steps={kill.every_steps}", "checkpoint.every_minutes=0"]
-    loggers = "tpu_experiments.loggers"
-    probe = f"probe: {{_target_: {loggers}.probe.Probe, options: {{{options}}}}}"
-    return [*saves, f"+logger={{jsonl: {{_target_: {loggers}.jsonl.JsonlLogger}}, {probe}}}"]
+    jsonl = {"_target_": "tpu_experiments.loggers.jsonl.JsonlLogger"}
+    probe = {"_target_": "tpu_experiments.loggers.probe.Probe", "options": options}
+    return [*saves, override_of("+logger", {"jsonl": jsonl, "probe": probe})]
 
 
 def environment(config: Config) -> dict[str, str]:

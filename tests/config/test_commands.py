@@ -1,0 +1,149 @@
+"""Commands that are printed or written: read by the shell's rules, parsed and composed by Hydra, whatever the names."""
+
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.config.composing import composed
+from tests.tiers import only
+from tests.training.runs import REPOSITORY
+from tpu_experiments.config.commands import command, override_of
+from tpu_experiments.config.compose import config_of
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.overlay import overlay_file
+from tpu_experiments.config.task_schema import ReportTaskConfig
+from tpu_experiments.loggers.closing_lines import summary
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.sweeping import leaderboard
+from tpu_experiments.sweeping.leaderboard import FINISHED, Row
+from tpu_experiments.sweeping.points import Point, command_of, member_overrides, pack_command
+
+UGLY = (
+    "/lab/a b", "/lab/it's", '/lab/"', "/lab/a=b,c", "/lab/$HOME", "/lab/#1", "/lab/{x}", "/lab/${x}", "/lab/(y)[z]",
+    "-dash", "/lab/țară", "/lab/100%", "/lab/back\\", "/lab/a\\\"b", "/lab/*?", "/lab/`id`;|&<>!", "null", "1E5",
+    "-o d'q\"=,$#{x}${y}(z)[w]|&; ăîș %s\\",
+)  # fmt: skip
+ALL_IN_ONE = UGLY[-1]
+PLACES = only([ALL_IN_ONE, "null"], UGLY)
+NAME = "a=b,lora.r=4+c"
+"""Of a run: names take letters, digits and `. _ + = , -` alone."""
+
+
+def words_of(line: str) -> list[str]:
+    """The arguments that a shell hands to run.py."""
+    words = shlex.split(line, comments=True)
+    assert words[:2] == ["python", "run.py"], line
+    shown = subprocess.run(
+        ["bash", "-c", f"python() {{ printf '%s\\0' python \"$@\"; }}\n{line}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.split("\0")[:-1] == words
+    return words[2:]
+
+
+def commands_in(text: str) -> list[str]:
+    """The lines of a text that are commands."""
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("python run.py")]
+
+
+RESULT: dict[str, Any] = {
+    "name": NAME, "eval_loss_before": 2.0, "eval_loss": 1.0, "eval_sources": {}, "eval_sources_before": {},
+    "stages": [],
+    "guard": {"skipped": 0, "rollbacks": 0}, "num_trainable": 1, "num_parameters": 2, "tokens_per_second": 1.0,
+    "meters": {"step_seconds": None}, "num_compiles": 1, "compiles_after_warmup": 0, "compile_cache": None,
+    "sample_before": "", "sample_after": "", "adapter_path": "x/adapter", "hw": "v5e8", "perplexity": 2.0,
+}  # fmt: skip
+
+
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    (word,) = shlex.split(command(override_of("k", text)))[2:]
+    found = OverridesParser.create().parse_override(word)
+    assert OmegaConf.create({"k": found.value()}).k == text
+    (word,) = shlex.split(command(override_of("k", [text, {"a": text}])))[2:]
+    first, second = OmegaConf.create({"k": OverridesParser.create().parse_override(word).value()}).k
+    assert [first, second.a] == [text, text]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_closing_lines(place: str) -> None:
+    """Of a run alone and of a sweep's point, of an adapter and with the user's own code."""
+    given = [
+        "--config-dir",
+        place,
+        override_of("plugins", ["x y"]),
+        "sweeping.pack=4",
+        "hydra.mode=RUN",
+        "optim.lr=0.1",
+    ]
+    given += [override_of("output_dir", place), override_of("name", NAME)]
+    for parent in (place, f"{place}/sweeps/{NAME}"):
+        folder = RunFolder(parent, NAME)
+        lines = commands_in(summary(RESULT, folder=folder, arguments=given))
+        assert len(lines) == (4 if parent == place else 3), "a point of a sweep is not swept again"
+        for line in lines[:3]:
+            words = [word for word in words_of(line) if not word.startswith("plugins=")]
+            assert config_of(words).task.run == folder.path()  # type: ignore[attr-defined]
+        for line in lines[3:]:
+            many, option, value, plugins, *words = words_of(line)
+            assert (many, option, value, plugins) == ("-m", "--config-dir", place, 'plugins=["x y"]')
+            swept = config_of([*words[:-1], "lora.r=8"])
+            assert (swept.output_dir, swept.name) == (place, f"{NAME}_ranks")
+            assert words[-1] == "lora.r=8,16,32"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_those_of_a_sweep(place: str) -> None:
+    """What it prints at its end, and what it starts."""
+    folder = f"{place}/sweeps/{NAME}"
+    row = Row("p", {"lora.r": "4"}, ["lora.r=4", override_of("model.path", place)], folder, FINISHED, eval_loss=1.0)
+    text = leaderboard.markdown([row], name=NAME, folder=folder)
+    best, compare = commands_in(text)
+    assert config_of(words_of(best)).model.path == place
+    report = config_of(words_of(compare)).task
+    assert isinstance(report, ReportTaskConfig)
+    assert report.runs == [folder]
+    board = shlex.split(next(line for line in text.splitlines() if "tensorboard --logdir" in line))
+    assert board == ["tensorboard", "--logdir", f"{folder}/tensorboard"]
+    config = replace(composed(), output_dir=folder, name=NAME)
+    point = Point(NAME, {}, ("model=tiny",), config)
+    for words in (command_of(point, given=place)[2:-1], member_overrides(point)):
+        own = config_of(words)
+        assert (own.output_dir, own.name) == (folder, NAME)
+    words = pack_command(point, folder=place)[2:]
+    assert config_of([word for word in words if word != "hydra.mode=RUN"]).task.points == place  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_those_of_refusals_and_pages(place: str) -> None:
+    from tpu_experiments.tasks.generate.origin import form_of
+
+    with pytest.raises(ConfigError) as refused:
+        form_of(place, "merged")
+    config = config_of(words_of(str(refused.value).partition("write it first: `")[2].removesuffix("`.")))
+    assert config.task.run == place  # type: ignore[attr-defined]
+    assert config.task.forms == ["merged"]  # type: ignore[attr-defined]
+    assert overlay_file([override_of("+plan", f"{place}/best.yaml")]) == f"{place}/best.yaml"
+
+
+TYPED = re.compile(r"""f["'].*(python run\.py|tensorboard --logdir|\btask\.runs?=).*\{""")
+"""A command in a text with values in it."""
+IN_MESSAGES = re.compile(r"task\.runs?=\{\w+(\.run)?\}[;,\"]")
+"""The key that a refusal begins with, as it was given; it is no command."""
+
+
+def test_no_other_module_writes_commands() -> None:
+    """A value that is put into a text by itself is quoted for nobody."""
+    for file in sorted((REPOSITORY / "tpu_experiments").rglob("*.py")):
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            assert not TYPED.search(IN_MESSAGES.sub("", line)), f"{file}:{number}: {line}"
