@@ -39,12 +39,13 @@ from tpu_experiments.config.schema import Config, register
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.loggers.closing_lines import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
-from tpu_experiments.runtime.processes.env import prepare_environment
+from tpu_experiments.runtime.processes.env import prepare_environment, require_device_files
 from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.offline import go_offline_if_unreachable
 from tpu_experiments.storage.retry import StorageFailed
 from tpu_experiments.sweeping.launcher import PointLauncher
+from tpu_experiments.training.given import require_given
 
 log = logging.getLogger(__name__)
 LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check")
@@ -117,13 +118,16 @@ def run(config: Config) -> None:
     is_planned = config.task.name == "plan"
     hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
+    if config.task.name == "train" and config.hw.chip is not None:
+        check_plan(config)
+    if needs_device and not is_planned:
+        require_device_files(hw)
+    require_given(config)
     if needs_device and hw.device == "cuda":  # before the first request to the Hub
         prepare_environment(hw, is_planned=is_planned)
     if needs_device:
         go_offline_if_unreachable(config)
-    if config.task.name == "train" and config.hw.chip is not None:
-        check_plan(config)
-    if needs_device and hw.device != "cuda":  # after check_plan, which needs no TPU
+    if needs_device and hw.device != "cuda":
         prepare_environment(hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
