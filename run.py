@@ -31,11 +31,20 @@ from yaml import MarkedYAMLError
 from tpu_experiments.config.compose import as_typed, require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
+from tpu_experiments.config.messages import (
+    argument_problem,
+    choices,
+    help_text,
+    is_of_composition,
+    sentence,
+    uncomposable,
+    unreadable_yaml,
+)
 from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config, register
+from tpu_experiments.config.words import with_machines
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.loggers.closing_lines import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
@@ -131,9 +140,15 @@ def run(config: Config) -> None:
         prepare_environment(hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
-        log.info("%s: loading torch and its dependencies", config.name)
+        log.info("%s: loading torch and its dependencies", worked_on(config))
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
+
+
+def worked_on(config: Config) -> str:
+    """Return what a task works on, for its first line: the run, adapter or file that it names, else its own run."""
+    named = (getattr(config.task, key, None) for key in ("adapter", "gguf", "run"))
+    return next((place for place in named if place not in (None, "none")), str(config.name))
 
 
 def check_plan(config: Config) -> None:
@@ -197,7 +212,10 @@ if __name__ == "__main__":
         sys.exit(0)
     with errors_as_sentences():
         check_yaml(sys.argv[1:])
-        sys.argv[1:] = with_own_entries(with_plan_overlay(sys.argv[1:]))
+        wrong = argument_problem(sys.argv[1:])
+        if wrong is not None:
+            raise ConfigError(wrong)
+        sys.argv[1:] = with_machines(with_own_entries(with_plan_overlay(sys.argv[1:])), choices("hw"))
         main()
         if PointLauncher.latest is not None:
             sys.exit(PointLauncher.latest.finish())
