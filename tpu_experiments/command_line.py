@@ -34,21 +34,31 @@ from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.folders import CONF
-from tpu_experiments.config.messages import help_text, is_of_composition, sentence, uncomposable, unreadable_yaml
+from tpu_experiments.config.messages import (
+    argument_problem,
+    choices,
+    help_text,
+    is_of_composition,
+    sentence,
+    uncomposable,
+    unreadable_yaml,
+)
 from tpu_experiments.config.overlay import overlay_file, with_overlay, with_own_entries
 from tpu_experiments.config.places import place_problem
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.regular_files import MOST_BYTES, NotRegular
 from tpu_experiments.config.schema import Config, register
+from tpu_experiments.config.words import with_machines
 from tpu_experiments.config.yaml_bounds import require_bounded_folder
 from tpu_experiments.loggers.closing_lines import print_if_finished
 from tpu_experiments.loggers.runlog import start_run_log
-from tpu_experiments.runtime.processes.env import prepare_environment
+from tpu_experiments.runtime.processes.env import prepare_environment, require_device_files
 from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.offline import go_offline_if_unreachable
 from tpu_experiments.storage.retry import StorageFailed
 from tpu_experiments.sweeping.launcher import PointLauncher
+from tpu_experiments.training.given import require_given
 
 log = logging.getLogger(__name__)
 LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check")
@@ -120,19 +130,28 @@ def run(config: Config) -> None:
     is_planned = config.task.name == "plan"
     hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
+    if config.task.name == "train" and config.hw.chip is not None:
+        check_plan(config)
+    if needs_device and not is_planned:
+        require_device_files(hw)
+    require_given(config)
     if needs_device and hw.device == "cuda":  # before the first request to the Hub
         prepare_environment(hw, is_planned=is_planned)
     if needs_device:
         go_offline_if_unreachable(config)
-    if config.task.name == "train" and config.hw.chip is not None:
-        check_plan(config)
-    if needs_device and hw.device != "cuda":  # after check_plan, which needs no TPU
+    if needs_device and hw.device != "cuda":
         prepare_environment(hw, is_planned=is_planned)
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
-        log.info("%s: loading torch and its dependencies", config.name)
+        log.info("%s: loading torch and its dependencies", worked_on(config))
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
+
+
+def worked_on(config: Config) -> str:
+    """Return what a task works on, for its first line: the run, adapter or file that it names, else its own run."""
+    named = (getattr(config.task, key, None) for key in ("adapter", "gguf", "run"))
+    return next((place for place in named if place not in (None, "none")), str(config.name))
 
 
 def check_plan(config: Config) -> None:
@@ -202,7 +221,10 @@ def main() -> None:
         sys.exit(0)
     with errors_as_sentences():
         check_yaml(sys.argv[1:])
-        sys.argv[1:] = with_own_entries(with_plan_overlay(sys.argv[1:]))
+        wrong = argument_problem(sys.argv[1:])
+        if wrong is not None:
+            raise ConfigError(wrong)
+        sys.argv[1:] = with_machines(with_own_entries(with_plan_overlay(sys.argv[1:])), choices("hw"))
         composed_run()
         if PointLauncher.latest is not None:
             sys.exit(PointLauncher.latest.finish())

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from launch.tpu_vm.errors import LaunchError
+from tpu_experiments.config.words import machine_named
 
 CONF_HW = Path(__file__).parents[2] / "conf" / "hw"
 
@@ -60,6 +61,7 @@ def load_slice(hw: str, *, folder: Path = CONF_HW) -> Slice:
     Raises:
         LaunchError: conf/hw has no such file, or it cannot be rented.
     """
+    hw = machine_named(hw, rentable(folder)) or hw
     node = _composed(hw, folder)
     rent = node.get("rent")
     if not rent:

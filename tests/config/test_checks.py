@@ -16,7 +16,7 @@ CASES = {
     "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dora"]),
     "unknown key, letters swapped": (["laro.r=8"], ["laro.r=8; there is no key laro. Did you mean 'lora'?"]),
     "unknown group": (["modelo=tiny"], ["modelo=tiny; there is no key modelo. Did you mean 'model'?"]),
-    "key of another group": (["trainer.lr=1"], ["trainer.lr=1; ", "Did you mean model.lr or", "optim.lr?"]),
+    "key of another group": (["lora.clip_norm=1"], ["lora.clip_norm=1; ", "Did you mean optim.clip_norm?"]),
     "unknown key of a source": (["data.sample_text.pth=x"], ["data.sample_text.pth=x; ", "Did you mean 'path'?"]),
     "unknown key, added": (["++lora.rank=3"], ["lora.rank=3; there is no such key. Did you mean 'r'?"]),
     "unknown top-level key, added": (["+sede=1"], ["sede=1; there is no such key. Did you mean 'seed'?"]),
@@ -47,7 +47,7 @@ CASES = {
     "several values": (["seed=1,2"], ["seed=1,2; a comma separates values", "add -m to run once per value"]),
     "source not selected": (
         ["data.wiki_ro.path=x"],
-        ["data.wiki_ro.path=x; wiki_ro is not selected; add it: 'data=[sample_text,sample_chat,wiki_ro]'."],
+        ["data.wiki_ro.path=x; wiki_ro is not selected; choose it: data=wiki_ro, or add it: 'data=["],
     ),
     "unknown stage": (["curriculum.stages.txt.steps=3"], ["has no txt. Did you mean 'text'?", "conf/curriculum"]),
     "new stage": (["+curriculum.stages.warm.steps=3"], ["the command line cannot add one", "conf/curriculum"]),

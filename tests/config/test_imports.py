@@ -38,7 +38,8 @@ def test_run_py_loads_no_framework(arguments: list[str]) -> None:
 
 
 def test_a_run_on_the_cpu_looks_at_no_plan_before_it_starts(tmp_path: Path) -> None:
-    loaded = modules(["data=sample_text", f"data.sample_text.path={tmp_path}/none.txt", f"output_dir={tmp_path}"])
+    (tmp_path / "empty.txt").touch()
+    loaded = modules(["data=sample_text", f"data.sample_text.path={tmp_path}/empty.txt", f"output_dir={tmp_path}"])
     assert "tpu_experiments.tasks.train" in loaded
     assert "tpu_experiments.planning.check" not in loaded
 

@@ -27,6 +27,7 @@ from tpu_experiments.config.messages import choices, sentence
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
 from tpu_experiments.config.task_schema import TokenizerTaskConfig
+from tpu_experiments.config.words import with_machines
 
 PROMPT = "Hello! What can you help me with?"
 """Sample prompt if neither the config nor the data names one."""
@@ -226,6 +227,7 @@ def _checked(overrides: Sequence[str]) -> Config:
 
 
 def _composed(overrides: list[str]) -> DictConfig:
+    overrides = with_machines(overrides, choices("hw"))
     if GlobalHydra.instance().is_initialized():
         return as_typed(compose("config", overrides=overrides), overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -40,9 +40,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """Return the likeliest name: similar, an anagram, a prefix or a part of the given one."""
+    """Return the likeliest name: the same but for case and signs, similar, an anagram, a prefix or a part of it."""
+    same = [known for known in names if _bare(known) == _bare(name)] if _bare(name) else []
+    if same:
+        return same[0]
     alike = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     swapped = [known for known in names if sorted(known) == sorted(name)]
     begun = [known for known in names if known.startswith(name) or name.startswith(known)] if name else []
     holding = [known for known in names if len(name) >= 3 and name in known]
     return next(iter(swapped or alike or begun or holding), None)
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())

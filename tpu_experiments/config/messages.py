@@ -7,7 +7,7 @@ own help takes two seconds to list the same groups.
 import dataclasses
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -16,10 +16,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from tpu_experiments.config.errors import suggest
+from tpu_experiments.config.data_schema import DataSourceConfig
+from tpu_experiments.config.errors import nearest, suggest
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.overlay import OWN_ENTRIES
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.words import CHOICES, machines_near, of_habit
 
 GROUPS = {
     "task": "what the command does",
@@ -98,6 +100,19 @@ def help_text() -> str:
 PACKAGE = Path(__file__).parents[1]
 MAX_SHOWN, MAX_OVERRIDES = 100, 4  # characters of an override, and overrides, in a message
 # Pattern of the library's message, and the advice for it; {key} and {value} are those of the override.
+FILE = re.compile(r"\.(jsonl|json|csv|tsv|parquet|txt|gz|zst|safetensors|gguf|bin|pt)$", re.IGNORECASE)
+CURLY = "\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb"
+"""Quotes that word processors and web pages put in place of straight ones."""
+OVERRIDE = re.compile(r"-|[~+]*[\w.@/]+=|~")
+OPTIONS_WITH_VALUE = frozenset(
+    {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+    | {"--experimental-rerun", "--info", "-i"}
+)
+OPTIONS = frozenset(
+    {word for word in OPTIONS_WITH_VALUE if word.startswith("--")}
+    | {"--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion"}
+)
+"""Options of Hydra, which may be shortened."""
 COMPLAINTS = {
     r"could not be converted to Integer": "it must be a whole number.",
     r"could not be converted to Float": "it must be a number.",
@@ -161,9 +176,13 @@ def uncomposable(error: Exception, overrides: list[str]) -> str:
 
 
 def _null_group(overrides: list[str]) -> str:
-    """Return a sentence for `lora=null`, for which Hydra raises a ValueError."""
-    given = [o for o in overrides if re.fullmatch(r"[a-z_]+=(null|~|)", o, re.IGNORECASE)] or ["GROUP=null"]
-    group = given[0].partition("=")[0]
+    """Return a sentence for `lora=null` and `lora=16`, for which Hydra raises a ValueError."""
+    values = r"null|~||true|false|[+-]?[\d._]+(e[+-]?\d+)?|inf|nan"
+    given = [o for o in overrides if re.fullmatch(rf"({'|'.join(GROUPS)})=({values})", o, re.IGNORECASE)]
+    group, _, value = (given or ["GROUP=null"])[0].partition("=")
+    if value.lower() not in ("null", "~", ""):
+        return f"{group}={value}; it is the name of no choice. {_instead_of_choice(group, value)}"
+    given = given or ["GROUP=null"]
     return f"{given[0]}; a group cannot be null; leave it out, or name a choice: {', '.join(choices(group))}."
 
 
@@ -182,20 +201,92 @@ def _unknown_choice(error: MissingConfigException) -> str:
     group, _, wanted = name.rpartition("/")
     if not group:
         return _plain(error)
+    top, _, below = name.partition("/")
+    if top in ("model", "data") and _is_place(below):
+        return f"{top}={below}; {_instead_of_place(top, below)}"
     group = group.strip("/")
     offered = [o for o in (error.options or []) if not o.startswith("base")]
     if (group, wanted) == ("hydra/sweeper", "optuna"):
         return "hydra/sweeper=optuna; hydra-optuna-sweeper is not installed; pip install -e '.[optuna]' does that."
-    known = suggest(wanted, {*offered, *choices(group)})
     if not wanted:
-        return f"{group}=; it has no value. {known}"
-    return f"{group}={wanted}; there is no conf/{group}/{wanted}.yaml. {known}"
+        return f"{group}=; it has no value. {suggest(wanted, {*offered, *choices(group)})}"
+    return f"{group}={wanted}; there is no conf/{group}/{wanted}.yaml. {_instead_of_choice(group, wanted, offered)}"
+
+
+def _instead_of_choice(group: str, wanted: str, offered: Iterable[str] = ()) -> str:
+    """Return what to write in place of a choice that does not exist."""
+    known = {*offered, *choices(group)}
+    meant = CHOICES.get(group, {}).get(wanted.lower())
+    if meant is not None:
+        return f"Here it is {group}={meant}. Names that exist: {', '.join(sorted(known))}."
+    near = machines_near(wanted, known) if group == "hw" else ""
+    if near:
+        return f"{near} Names that exist: {', '.join(sorted(known))}."
+    rank = re.fullmatch(r"r?(\d+)", wanted) if group == "lora" else None
+    if rank:
+        return f"Write lora.r={rank[1]} for adapters of that rank, or one of: {', '.join(sorted(known))}."
+    return suggest(wanted, known)
+
+
+def _is_place(value: str) -> bool:
+    """Return whether somebody meant a file, a folder or a Hub id with a choice."""
+    return "/" in value or "\\" in value or value.startswith((".", "~")) or bool(FILE.search(value))
+
+
+def _instead_of_place(group: str, path: str) -> str:
+    """Return how to name a file, folder or Hub id of a model or of data."""
+    if group == "data":
+        return (
+            "a source is named, and its file, folder or Hub id is one of its settings; write data=messages "
+            f"data.messages.path={path} for conversations, data=wiki_ro data.wiki_ro.path={path} for plain text."
+        )
+    shipped = [name for name in choices("model") if _path_of(name) == path]
+    if shipped:
+        return f"it is conf/model/{shipped[0]}.yaml; write model={shipped[0]}."
+    near = nearest(path.rstrip("/").rpartition("/")[2].lower(), choices("model")) or "tiny"
+    return f"a folder or Hub id is the path of a model; write model={near} model.path={path} (model= has the settings)."
+
+
+def _path_of(model: str) -> str | None:
+    """Return `path` in the file of a model of conf/model."""
+    found = re.search(r"^path: (\S+)$", (CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def argument_problem(arguments: Sequence[str]) -> str | None:
+    """Return a sentence for arguments that Hydra would take for others than are meant; None if there are none.
+
+    These are options of other programs (`--lr 1e-4`), and spaces beside a `=`.
+    """
+    for before, word, after in zip(["", *arguments], arguments, [*arguments, ""][1:], strict=False):
+        if before in OPTIONS_WITH_VALUE:
+            continue
+        if word.startswith("=") or (re.fullmatch(r"[\w.+~]+=", word) and after and not OVERRIDE.match(after)):
+            key, value = (before, word[1:] or after) if word.startswith("=") else (word[:-1], after)
+            return f"{key} = {value}; there is no space beside =; write {key}={value}."
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or len(name) < 3 or any(each.startswith(name) for each in OPTIONS):
+            continue
+        key = name[2:].replace("-", "_")
+        value = value if equals else "" if after.startswith("-") or OVERRIDE.match(after) else after
+        meant = None if key in GROUPS or key in get_type_hints(Config) else of_habit(key, value)
+        shown, value = f"{name}{equals or ' '}{value}".strip(), value or "VALUE"
+        return f"{shown}; a setting has no dashes. {meant or f'Write {key}={value}.'}"
+    return None
 
 
 def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
+    curly = next((letter for letter in override if letter in CURLY), None)
+    if curly is not None:
+        return f"{override}; it has the typographic quote {curly}; write ' or \", or leave the quotes out."
     if not equals:
-        return f"{override!r} is no key=value; write {key}=VALUE, or see --help."
+        groups = [group for group in GROUPS if override in choices(group)]
+        written = " or ".join(f"{group}={override}" for group in groups) or f"{key}=VALUE"
+        several = ", several as 'data=[A,B]'" if "data" in groups else ""
+        return f"{override!r} is no key=value; write {written}{several}, or see --help."
+    if value.startswith("~"):
+        return f"{override}; ~ is not replaced behind a =; write {key}=$HOME{value[1:]} or the whole path."
     if key != key.strip():
         return f"{override!r} has a space beside its key; write {key.strip()}={value}."
     return (
@@ -209,7 +300,7 @@ def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -
     shown = override or (f"{key} in {file}.yaml".lstrip() if file else key)
     kind = error.object_type
     if "not in '" in str(error) and kind is not None and dataclasses.is_dataclass(kind):
-        return f"{shown}; there is no key {key}. {_hint(key, get_type_hints(kind))}"
+        return f"{shown}; there is no key {key}. {_hint(key, get_type_hints(kind), value=override.partition('=')[2])}"
     if "is not in struct" in str(error) and isinstance(error.parent_node, DictConfig):
         return _unknown_entry(shown, key=key, parent_node=error.parent_node)
     forced = OWN_ENTRIES.fullmatch(override)
@@ -223,11 +314,16 @@ def _refused_value(error: OmegaConfBaseException, *, override: str, file: str) -
     return f"{shown}; {_plain(error)}"
 
 
-def _hint(key: str, siblings: dict[str, Any]) -> str:
-    """Return the places where a key of that name exists, else a near miss among its siblings."""
+def _hint(key: str, siblings: dict[str, Any], *, value: str = "") -> str:
+    """Return what stands for a key of another trainer, the places of a key of that name, or a near miss."""
     parent, _, leaf = key.rpartition(".")
+    meant = of_habit(key, value)
+    if meant is not None:
+        return meant
+    if key.isupper():
+        return f"A variable of the environment stands before the command: {key}={value or 'VALUE'} python run.py ..."
     homes = [known for known in dict.fromkeys(known_keys()) if known.rpartition(".")[2] == leaf]
-    if not homes:
+    if not homes or len(homes) > 4:
         return suggest(leaf, siblings)
     place = f" in {parent}" if parent else ""
     return f"Did you mean {' or '.join(homes)}? Names that exist{place}: {', '.join(sorted(siblings))}."
@@ -239,7 +335,10 @@ def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
     entries = [str(name) for name in parent_node]
     if parent in ("data", "logger"):
         if leaf in choices(parent):
-            return f"{shown}; {leaf} is not selected; add it: '{parent}=[{','.join([*entries, leaf])}]'."
+            alone = f"choose it: {parent}={leaf}, or add it" if parent == "data" else "add it"
+            return f"{shown}; {leaf} is not selected; {alone}: '{parent}=[{','.join([*entries, leaf])}]'."
+        if parent == "data" and leaf in get_type_hints(DataSourceConfig):
+            return f"{shown}; a setting of data is one of a source; write data.{entries[0]}.{leaf}=VALUE."
         return f"{shown}; {parent}={','.join(entries)} has no {leaf}. {suggest(leaf, {*entries, *choices(parent)})}"
     problem = f"{shown}; {parent} has no {leaf}. {suggest(leaf, entries)}"
     if dataclasses.is_dataclass(parent_node._metadata.element_type):

@@ -64,6 +64,7 @@ from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
 from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
 from tpu_experiments.models.xlstm import xLSTMForCausalLM
 from tpu_experiments.quantisation.parts import PartsLayout, layout_of, rounds_inputs
+from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
 
@@ -825,17 +826,10 @@ def _local_folder(model: ModelConfig) -> Path:
     Raises:
         ConfigError: there is no such folder or no config.json in it, or the download failed.
     """
+    require_checkpoint(model.path)
     local = local_path(model)
     if local is not None:
-        if not (local / "config.json").exists():
-            raise ConfigError(
-                f"model.path={model.path}; no config.json there; it is not a Hugging Face checkpoint folder."
-            )
         return local
-    if model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
-        raise ConfigError(
-            f"model.path={model.path}; there is no such folder; give a checkpoint folder or a Hub id owner/name."
-        )
     from huggingface_hub import constants, snapshot_download
 
     try:

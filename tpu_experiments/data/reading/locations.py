@@ -67,6 +67,21 @@ def list_files(spec: SourceSpec) -> list[SourceFile]:
     return [SourceFile(name, url) for name, url in found.items()]
 
 
+def require_present(spec: SourceSpec) -> None:
+    """Refuse a local path that is not there, or one file that cannot be read; no folder is listed.
+
+    Raises:
+        ConfigError: as of `list_files`.
+    """
+    if is_remote(spec.path):
+        return
+    local = paths.find_local(spec.path)
+    if local is not None and not local.is_dir():
+        _require_readable(local.name, str(local), spec=spec)
+    elif local is None and not (paths.is_glob(spec.path) and paths.local_matches(spec.path)):
+        _require_hub_id(spec)
+
+
 def suffixes_of(name: str) -> tuple[str, str]:
     """Return the data suffix and the compression suffix of a file name, in lower case: (".csv", ".gz")."""
     parts = PurePosixPath(name.lower())
@@ -137,7 +152,8 @@ def _require_hub_id(spec: SourceSpec) -> None:
     if paths.is_glob(spec.path):
         raise ConfigError(f"{spec.key}; no file matches. {path_override}")
     suffixes = (*DATA_SUFFIXES, *COMPRESSION_OF_SUFFIX, *ARCHIVES, *OTHER_DATA)
-    if spec.path.startswith((".", "/", "~", "file:")) or spec.path.lower().endswith(suffixes):
+    is_no_id = spec.path.startswith((".", "/", "~", "file:")) or spec.path.count("/") > 1 or "\\" in spec.path
+    if is_no_id or spec.path.lower().endswith(suffixes):
         raise ConfigError(f"{spec.key}; there is no such file or folder. {paths.near_misses(spec.path)}{path_override}")
 
 

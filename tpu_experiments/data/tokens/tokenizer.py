@@ -16,7 +16,8 @@ from tpu_experiments.config.regular_files import MOST_BYTES, read_regular, requi
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
 from tpu_experiments.data.tokens.words import backend_of
-from tpu_experiments.storage.paths import find_local, near_misses
+from tpu_experiments.storage.given_folders import require_template, require_tokenizer_folder
+from tpu_experiments.storage.paths import find_local
 
 CHAT_FORMATS = Path(__file__).with_name("chat_formats")
 """Folder of the Jinja templates of `model.chat_format`."""
@@ -76,13 +77,11 @@ def load_tokenizer(
             "template; leave one of them out."
         )
     local = find_local(path)
-    if local is None and path.startswith((".", "/", "~")):
-        raise ConfigError(
-            f"{key}={path}; there is no such folder. {near_misses(path)}Name the folder of a tokenizer, or a Hub id."
-        )
-    if local is not None and local.is_dir():
+    if local is None:
+        require_tokenizer_folder(path, key=key)
+    elif local.is_dir():
         require_regular_folder(local, key=f"{key}={path}")
-    elif local is not None:
+    else:
         require_regular(local, key=f"{key}={path}")
     from transformers import AutoTokenizer  # imports torch (4 s), which the workers of a preparation do without
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -307,12 +306,8 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:
 
 
 def _read_template(path: str) -> str:
-    local = find_local(path)
-    if local is None or local.is_dir():
-        raise ConfigError(
-            f"model.chat_template_path={path}; there is no such file. {near_misses(path)}Name a Jinja file."
-        )
     try:
+        local = require_template(path)
         return read_regular(local, most=MOST_BYTES[".jinja"], key=f"model.chat_template_path={path}").decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"model.chat_template_path={path}; it is not UTF-8; name a Jinja file.") from error

@@ -4,8 +4,11 @@ import functools
 import logging
 import os
 import resource
+import shlex
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
@@ -23,6 +26,8 @@ from tpu_experiments.runtime.processes.metadata import metadata_problem
 from tpu_experiments.runtime.processes.variables import exported_variables, refusal_of, stray_variables
 
 log = logging.getLogger(__name__)
+GPU_NODES = ("nvidia*", "dxg", "nvhost*", "kfd")
+"""Device nodes of a GPU that torch may use as cuda: NVIDIA's driver, that of WSL, of Jetson, and AMD's."""
 HELD_SECONDS = 5.0
 """Time that a process which has just ended, or is ending, is given to let go of its chips."""
 
@@ -86,11 +91,7 @@ def require_device(hw: HwConfig) -> None:
     Raises:
         ConfigError: `hw.device=tpu` on a machine without a TPU, or `cuda` on one with fewer GPUs.
     """
-    if hw.device == "tpu" and not tpu_present():
-        raise ConfigError(
-            f"hw={hw.name} asks for a TPU and this machine has none (no Google PCI device, no /dev/accel*, "
-            "no /dev/vfio/*); run it on the TPU VM, or use hw=cpu here."
-        )
+    require_device_files(hw)
     if hw.device != "cuda":
         return
     import torch  # its count respects CUDA_VISIBLE_DEVICES and leaves out GPUs that its CUDA version cannot use
@@ -101,6 +102,38 @@ def require_device(hw: HwConfig) -> None:
             f"hw.device=cuda asks for {hw.num_devices} NVIDIA GPU(s) and torch can use {found} here (nvidia-smi lists "
             "what the driver sees); run it on a machine that has them, or use hw=cpu here."
         )
+
+
+def require_device_files(hw: HwConfig) -> None:
+    """Look for what the driver of a TPU or GPU leaves on the disk, without loading torch.
+
+    Raises:
+        ConfigError: there is nothing, so that `hw.device` cannot be here.
+    """
+    if hw.device == "tpu" and not tpu_present():
+        raise ConfigError(
+            f"hw={hw.name} asks for a TPU and this machine has none (no Google PCI device, no /dev/accel*, "
+            f"no /dev/vfio/*); {elsewhere(hw, sys.argv[1:])}."
+        )
+    if hw.device == "cuda" and not any(any(Path("/dev").glob(node)) for node in GPU_NODES):
+        raise ConfigError(
+            f"hw.device=cuda asks for {hw.num_devices} NVIDIA GPU(s) and this machine has no driver of one (no "
+            "/dev/nvidia*); run it on a machine that has them, or use hw=cpu here."
+        )
+
+
+def elsewhere(hw: HwConfig, arguments: Sequence[str]) -> str:
+    """Return how to plan, rent for or try the command of these arguments on a machine without a TPU."""
+    words = [word for word in arguments if not word.startswith(("hw=", "task="))]
+    tasks = [word for word in arguments if word.startswith("task=")]
+    rented = f"python launch/tpu.py train {shlex.join([f'hw={hw.name}', '--', *words])}"
+    if tasks not in ([], ["task=train"]) or hw.rent is None:
+        return "run it on the TPU VM, or use hw=cpu here"
+    return (
+        f"run it on the TPU VM, or plan it here: `python run.py {shlex.join([*words, f'hw={hw.name}', 'task=plan'])}`, "
+        f"rent one: `{rented}`, or use hw=cpu here, where `python run.py {shlex.join([*words, 'debug=smoke'])}` tries "
+        "it on a tiny model"
+    )
 
 
 def require_start(hw: HwConfig, *, is_planned: bool = False) -> None:

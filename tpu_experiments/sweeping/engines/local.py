@@ -12,6 +12,7 @@ from tpu_experiments.storage.spool import Mirror
 from tpu_experiments.sweeping.engines.base import Engine, Say, Started
 from tpu_experiments.sweeping.placement import check_places, place_of, slots
 from tpu_experiments.sweeping.points import Point, command_of, member_overrides, pack_command
+from tpu_experiments.training.given import require_given
 from tpu_experiments.training.pack_folder import PackFolder
 
 NEED_NO_DEVICE = ("plan", "report", "doctor")
@@ -73,6 +74,7 @@ class LocalEngine(Engine):
     def check(self, config: Config) -> None:
         check_places(config)
         if config.task.name not in NEED_NO_DEVICE:
+            require_given(config)
             require_device(config.hw)
             require_start(config.hw)
 

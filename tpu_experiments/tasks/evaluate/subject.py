@@ -22,6 +22,7 @@ from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.training.given import run_to_evaluate
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
@@ -76,7 +77,7 @@ def subject_of(config: Config) -> Subject:
     if task.adapter is not None and task.run is None:
         results = paths.join(config.output_dir, "evaluations", str(config.name), file)
         return _with_adapter(Subject(config, "base", "", results), task.adapter)
-    folder = _run_folder(config, task)
+    folder = run_to_evaluate(config, task)
     found = _config_of(folder, config, task)
     held = replace(found, model=held_as_given(found.model, given=config.model))
     if held != found:
@@ -84,26 +85,6 @@ def subject_of(config: Config) -> Subject:
         file = file.replace(".json", f"-{held.model.base}.json")
     subject = _run_subject(held, folder, file=file)
     return subject if task.adapter is None else _with_adapter(subject, task.adapter)
-
-
-def _run_folder(config: Config, task: EvaluateTaskConfig) -> RunFolder:
-    """Return the folder of the run.
-
-    Raises:
-        ConfigError: it does not exist.
-    """
-    assert config.name is not None, "to_config names the run"
-    folder = RunFolder(config.output_dir, config.name)
-    if task.run is not None:
-        parent, _, name = task.run.rstrip("/").rpartition("/")
-        folder = RunFolder(parent or ("/" if task.run.startswith("/") else "."), name)
-    if folder.exists():
-        return folder
-    key = f"name={config.name}" if task.run is None else f"task.run={task.run}"
-    raise ConfigError(
-        f"{key}; {folder.path()} is no run folder; train first, or name a run's folder with task.run=, an adapter's "
-        "with task.adapter=, or evaluate the base model alone with task.adapter=none."
-    )
 
 
 def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> Config:

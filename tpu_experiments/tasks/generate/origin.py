@@ -21,6 +21,7 @@ from tpu_experiments.export.peft import ADAPTER_CONFIG
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.given_folders import no_weights
 from tpu_experiments.training.batches import tokenizer_location
 
 log = logging.getLogger(__name__)
@@ -156,11 +157,7 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
         return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
     found = None if chosen == "export" else newest_parameters(checkpoints, max_held_bytes=max_held_bytes)
     if found is None:
-        lacks = {"export": "adapter/ and no model/", "checkpoint": "complete checkpoint"}
-        raise ConfigError(
-            f"task.run={folder}; it has no {lacks.get(chosen, 'adapter/, no model/ and no complete checkpoint')}; "
-            "resume the run, or write with what it began with: task.weights=base."
-        )
+        raise ConfigError(no_weights(folder, weights=chosen))
     step, tensors_of_step = found
     seed = origin.config.seed if origin.lora.init == "pissa" and origin.lora.r else None
     text = f"checkpoint of step {step} in {checkpoints}"
