@@ -16,7 +16,7 @@ import pytest
 
 from run import check_yaml, with_plan_overlay
 from tests.config.composing import composed
-from tests.io.test_regular_files import KINDS, LARGE, put, sockets
+from tests.storage.test_regular_files import KINDS, LARGE, put, sockets
 from tests.test_attacks import EAGER, evaluated, generated, of_command, sent
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError

@@ -122,7 +122,7 @@ DEFECTS = (
         "tpu_experiments/storage/lease.py",
         "paths.write_text_atomic(self.path, _text(self._owner))\n                self._renewed_at",
         "self._renewed_at",
-        "tests/io/test_lease.py",
+        "tests/storage/test_lease.py",
     ),
     Defect(
         "PiSSA's adapter keeps its old rank",
@@ -478,21 +478,21 @@ DEFECTS = (
         "tpu_experiments/loggers/tensorboard.py",
         "begun = max([int(time.time()), *(1 + when for when in times)])",
         "begun = int(time.time())",
-        "tests/logging/test_tensorboard.py",
+        "tests/loggers/test_tensorboard.py",
     ),
     Defect(
         "traces: what the last step has already is written again",
         "tpu_experiments/loggers/tensorboard.py",
         "new = [value for value in values if shown_as(step, value) not in self._shown]",
         "new = list(values)",
-        "tests/logging/test_tensorboard.py",
+        "tests/loggers/test_tensorboard.py",
     ),
     Defect(
         "traces: a file that is being written is a leftover",
         "tpu_experiments/storage/paths.py",
         "fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        "tests/io/test_leftovers.py",
+        "tests/storage/test_leftovers.py",
     ),
     Defect(
         "traces: a machine that came while it was deleted is free",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.hub import REPOSITORY, HubServer
-from tests.io.test_refusing_places import mounted
+from tests.storage.test_refusing_places import mounted
 from tests.training.tiny import ARCHITECTURES
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig

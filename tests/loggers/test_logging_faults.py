@@ -45,7 +45,7 @@ def life(config) -> None:
         logger = kind(context)
         for step in STEPS:
             logger.scalars(step, {"train/loss": float(step)})
-        with contextlib.suppress(OSError):  # told, and the data kept: tests/io/test_mirror.py
+        with contextlib.suppress(OSError):  # told, and the data kept: tests/storage/test_mirror.py
             logger.finish()
 
 

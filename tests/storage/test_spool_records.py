@@ -6,7 +6,7 @@ import pytest
 
 from tests import faulty
 from tests.faulty import FaultyFileSystem
-from tests.io.test_spool import MARKER, TARGET, made, writer
+from tests.storage.test_spool import MARKER, TARGET, made, writer
 from tpu_experiments.storage import paths, retry, spool
 from tpu_experiments.storage.retry import StorageFailed
 from tpu_experiments.storage.spool import Mirror, Spool
