@@ -1,4 +1,4 @@
-"""Tables of plain text that commands print."""
+"""Tables of plain text that commands print, and lines of Markdown tables."""
 
 from collections.abc import Sequence
 
@@ -10,3 +10,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     )
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    """Return a line of a GitHub-flavoured Markdown table; a renderer collapses spaces, so one is kept."""
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
