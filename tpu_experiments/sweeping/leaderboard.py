@@ -190,7 +190,7 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
     row = best_of(rows)
     if row is None:
         return ["No point has finished yet."]
-    changed = " ".join(f"{key}={value}" for key, value in row.changed.items())
+    changed = " ".join(" ".join(f"{key}={value}" for key, value in row.changed.items()).split())  # a line of its own
     again = shown_command(row.overrides, name=f"{name}_best")
     return [
         f"Best: {changed or row.name}, held-out loss {row.eval_loss:.4f}",
