@@ -73,6 +73,12 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str,
     assert {r["compiles_after_warmup"] for r in results.values()} == {0}
     assert results[together.name]["num_trainable"] == first["num_trainable"]
     assert len({r["eval_loss"] for r in results.values()}) == 2
+    accounts = [r["goodput"]["run"] for r in results.values()]
+    assert sum(a["wall_seconds"] for a in accounts) == pytest.approx(
+        max(a["process_seconds"] for a in accounts), rel=0.3
+    )
+    rows = json.loads((sweep / "sweep.json").read_text())["points"]
+    assert [row["seconds"] for row in rows] == [results[row["name"]]["goodput"]["run"]["wall_seconds"] for row in rows]
     log = (together / "run.log").read_text()
     assert log.count(finding) == 1
     assert log.count("evaluate 8 x 64: compiling") == 1, "the others' lines are in their own files"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from markdown_it import MarkdownIt
 
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS, example_plan, plan_that_does_not_fit
@@ -136,6 +137,10 @@ def test_the_page_is_made_of_whole_tables(kind: str) -> None:
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
     assert page.count("|---") >= 2
+    rendered = MarkdownIt("commonmark").enable("table").render(page)
+    assert "|" not in re.sub(r"<t[dh].*?</t[dh]>", "", rendered), "every line of a table is in one"
+    assert rendered.count("<table>") == page.count("\n|---")
+    assert not re.search(r"<t[dh]>[^<]*  ", rendered), "a renderer collapses what spaces align"
 
 
 def test_the_page_has_the_datasheet_and_the_other_machines() -> None:

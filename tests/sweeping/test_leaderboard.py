@@ -2,9 +2,11 @@
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.sweeping import leaderboard
@@ -117,3 +119,14 @@ def test_tensorboard_reads_the_values_and_the_metrics_of_each_point(tmp_path: Pa
     experiment = HParamsPluginData.FromString(contents["_hparams_/experiment"]).experiment
     assert [info.name for info in experiment.hparam_infos] == ["lora.r"]
     assert "eval_loss" in [info.name.tag for info in experiment.metric_infos]
+
+
+def test_its_page_renders_whatever_the_values_are() -> None:
+    """Every line that begins as one of a table becomes one."""
+    changed = {"a|b": "x|y\n| z", "model.path": "`|`", "c": "|"}
+    rows = [Row(f"p{n}", dict(changed), [], "/lab", FINISHED, eval_loss=1.0) for n in range(2)]
+    page = leaderboard.markdown(rows, name="t", folder="/lab/a|b")
+    rendered = MarkdownIt("commonmark").enable("table").render(page)
+    assert rendered.count("<tr>") == 3
+    assert len(re.findall("<td", rendered)) == 2 * len(re.findall("<th[ >]", rendered))
+    assert not re.search(r"^\|", re.sub(r"<(td|code).*?</\1>", "", rendered, flags=re.DOTALL), re.MULTILINE)

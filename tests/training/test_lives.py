@@ -7,10 +7,10 @@ import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.metrics import goodput
-from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.metrics.goodput import Stopwatch, account
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training import lives as module
-from tpu_experiments.training.lives import Ledger
+from tpu_experiments.training.lives import Ledger, Shares, read_lives
 
 HW = composed("hw=v6e8", "model=mistral7b", "data=uk_law").hw
 
@@ -162,10 +162,26 @@ def _full(path: str, text: str) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_runs_that_share_a_machine_share_its_price(tmp_path, now):
-    """Four runs of a pack together pay what the machine costs."""
-    whole = Ledger(RunFolder(str(tmp_path), "x"), HW, watch=Stopwatch(), began=now[0])
-    parts = [Ledger(RunFolder(str(tmp_path), f"p{n}"), HW, watch=Stopwatch(), began=now[0], share=4) for n in range(4)]
-    for kind, price in whole.life.usd_per_hour.items():
-        assert price
-        assert sum(part.life.usd_per_hour[kind] or 0.0 for part in parts) == pytest.approx(price)
+def test_runs_that_share_a_machine_share_its_time_and_price(tmp_path, now):
+    """Points that end one after the other have together had the pack's seconds and dollars, whatever their lengths."""
+    began = now[0] - 40
+    whole = Ledger(RunFolder(str(tmp_path), "x"), HW, watch=Stopwatch(), began=began)
+    shares = Shares(4, began=began)
+    parts = []
+    for number in range(4):
+        folder = RunFolder(str(tmp_path), f"p{number}")
+        parts.append(Ledger(folder, HW, watch=Stopwatch(), began=began, shares=shares))
+    for number, part in enumerate(parts):
+        now[0] += 60.0 * number
+        part.close("finished")
+        shares.leave()
+    whole.close("finished")
+    packed = [part.totals() for part in parts]
+    assert whole.totals()["wall_seconds"] == 400.0
+    assert [round(each["wall_seconds"]) for each in packed] == [10, 30, 90, 270]
+    assert [each["process_seconds"] for each in packed] == [40.0, 100.0, 220.0, 400.0]
+    for kind, dollars in whole.totals()["usd"].items():
+        assert sum(each["usd"][kind] for each in packed) == pytest.approx(dollars)
+    assert "30.0 s, its share of 100.0 s: " in goodput.goodput_lines(packed[1])[0]
+    (stored,) = read_lives(RunFolder(str(tmp_path), "p2").path("lives"))
+    assert account([stored])["wall_seconds"] == pytest.approx(90.0)

@@ -78,6 +78,8 @@ class Life:
     """`finished`, `stopped` or `failed`; null while it runs and after a kill."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by `PARTS`."""
+    share: float = 1.0
+    """Part of these seconds that is this run's; less than 1 where other runs were in the same program."""
 
     @classmethod
     def of(cls, stored: Any) -> "Life":
@@ -163,14 +165,16 @@ def account(lives: Sequence[Life]) -> dict[str, Any]:
     """Return seconds, shares and dollars of all lives together, in the order they ran.
 
     The time between two lives is `down_seconds`, by the clocks of their machines, and no part of the wall time; a life
-    that was killed ends with its last update. Dollars are null where a life's price is not known.
+    that was killed ends with its last update. Dollars are null where a life's price is not known. Of a process of
+    several runs, each has its share; `process_seconds` is the whole.
     """
-    seconds = {part: sum(life.seconds.get(part, 0.0) for life in lives) for part in PARTS}
+    seconds = {part: sum(life.share * life.seconds.get(part, 0.0) for life in lives) for part in PARTS}
     wall = sum(seconds.values())
     ends = [life.started + life.wall_seconds for life in lives]
     return {
         "lives": len(lives),
         "wall_seconds": wall,
+        "process_seconds": sum(life.wall_seconds for life in lives),
         "down_seconds": sum(max(life.started - end, 0.0) for life, end in zip(lives[1:], ends, strict=False)),
         "seconds": seconds,
         "shares": {part: value / wall if wall else 0.0 for part, value in seconds.items()},
@@ -195,7 +199,9 @@ def goodput_lines(totals: Mapping[str, Any] | None) -> list[str]:
     several = "" if lives == 1 else f" over {lives} processes, {totals['down_seconds']:,.0f} s between them"
     dollars = [f"${usd:,.2f} {kind.replace('_', ' ')}" for kind, usd in totals["usd"].items() if usd is not None]
     cost = f"; {', '.join(dollars)}" if dollars else ""
-    return [f"  wall time       {totals['wall_seconds']:,.1f} s{several}: {parts}{cost}"]
+    whole = totals.get("process_seconds", totals["wall_seconds"])
+    shared = f", its share of {whole:,.1f} s" if whole > 1.001 * totals["wall_seconds"] else ""
+    return [f"  wall time       {totals['wall_seconds']:,.1f} s{shared}{several}: {parts}{cost}"]
 
 
 def parts_text(seconds: Mapping[str, float]) -> str:
@@ -209,5 +215,5 @@ def _dollars(lives: Sequence[Life], kind: str) -> float | None:
         price = life.usd_per_hour.get(kind)
         if price is None:
             return None
-        total += price * life.wall_seconds / HOUR
+        total += price * life.share * life.wall_seconds / HOUR
     return total

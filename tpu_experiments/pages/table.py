@@ -1,6 +1,10 @@
-"""Tables of plain text that commands print."""
+"""Tables of plain text that commands print, and lines of Markdown tables."""
 
+import re
 from collections.abc import Sequence
+
+BAR = re.compile(r"(?<!\\)\|")
+"""A bar that is not escaped already, as `config.escaping.for_markdown` does."""
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -10,3 +14,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     )
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    """Return a line of a GitHub-flavoured Markdown table; a renderer collapses spaces, so one is kept."""
+    return "| " + " | ".join(BAR.sub(r"\|", " ".join(cell.split())) for cell in cells) + " |"

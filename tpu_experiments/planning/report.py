@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.planning.money import Dollars
 from tpu_experiments.planning.plan import Comparison, Plan
 
@@ -275,8 +276,12 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(f"  {label:<13} {text}" for label, text in rows)
 
 
-def summary_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return label and text of every line; a line with an empty label continues the one above."""
+def summary_rows(plan: Plan, *, has_tables: bool = False) -> list[tuple[str, str]]:
+    """Return label and text of every line; a line with an empty label continues the one above.
+
+    Args:
+        has_tables: the programs have a table of their own, and no lines here.
+    """
     hw, memory = plan.hw, plan.memory
     sharing = "chip" if plan.sharing_rows == 1 else f"{plan.sharing_rows} chips"
     divided = "" if plan.sharing_rows == 1 else f" / {plan.sharing_rows}"
@@ -297,7 +302,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         ),
         *(("", f"{gib:7.2f} GiB  {name}") for name, gib in memory.classes.items()),
         *_shortage_rows(plan),
-        *_program_rows(plan),
+        *_program_rows(plan)[: 1 if has_tables else None],
         ("work", f"{plan.flops.total / 1e9:.2f} GFLOP per token, of which {_parts_of_flops(plan)}"),
     ]
     assumed = [("assumed", assumption) for assumption in assumptions(plan)]
@@ -400,7 +405,8 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
         f"The step {verdict} ({plan.method}). Every time is an {ESTIMATE}.",
     ]
     lines += ["", f"![memory and step time]({chart})"] if chart else []
-    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in summary_rows(plan))])]
+    summary = summary_rows(plan, has_tables=True)
+    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in summary)])]
     if plan.hw.chip:
         facts = asdict(plan.hw.chip)
         lines += ["", "## Chip", "", *_table([("datasheet", ""), *((k, str(v)) for k, v in facts.items())])]
@@ -422,6 +428,5 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    cells = [[cell.strip().replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    lines = [markdown_line(row) for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.compose import require_single_choices, to_config
@@ -132,11 +132,12 @@ class PointLauncher(Launcher):
 
     def _split(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return all overrides of a point, the command line's first, and those that vary."""
-        parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        own: list[str] = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)  # type: ignore[assignment]
+        parsed = OverridesParser.create().parse_overrides(own)
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
         swept |= {str(key) for key in self.config.hydra.sweeper.get("params") or {}}
         varied = [o for o in overrides if _key(o) in swept]
-        return [*(o for o in self.config.hydra.overrides.task if _key(o) not in swept), *varied], varied
+        return [*(o for o in own if _key(o) not in swept), *varied], varied
 
     def _config_of(self, overrides: list[str]) -> Config:
         composed = self.context.config_loader.load_sweep_config(self.config, overrides)

@@ -11,6 +11,7 @@ from typing import Any
 from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.redaction import redacted, redacted_arguments
+from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.strict_json import RESULT, shaped
 from tpu_experiments.sweeping.points import Point, shown_command
@@ -189,7 +190,7 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
     row = best_of(rows)
     if row is None:
         return ["No point has finished yet."]
-    changed = " ".join(f"{key}={value}" for key, value in row.changed.items())
+    changed = " ".join(" ".join(f"{key}={value}" for key, value in row.changed.items()).split())  # a line of its own
     again = shown_command(row.overrides, name=f"{name}_best")
     return [
         f"Best: {changed or row.name}, held-out loss {row.eval_loss:.4f}",
@@ -244,4 +245,4 @@ def _shown(value: float | None, *, form: str) -> str:
 
 
 def _line(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+    return markdown_line(values)

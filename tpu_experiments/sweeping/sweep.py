@@ -9,6 +9,7 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.goodput import account
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.retry import is_transient, shown
 from tpu_experiments.storage.run_folder import open_run
@@ -21,6 +22,8 @@ from tpu_experiments.sweeping.placement import slots
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
 from tpu_experiments.sweeping.screen import Screen
+from tpu_experiments.training.lives import FOLDER as LIVES
+from tpu_experiments.training.lives import read_lives
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE
 
 REFUSED_EXIT_CODE = 2
@@ -203,6 +206,9 @@ class Sweep:
         """Record the outcome of a point that has ended."""
         row, pruned_at = self.rows[point.name], running.pruned_at.get(point.name)
         row.exit_code, row.seconds = code, time.monotonic() - running.started
+        if len(running.points) > 1:  # its share of the program's time
+            lives = read_lives(point.folder.path(LIVES))
+            row.seconds = account(lives)["wall_seconds"] if lives else None
         result = point.folder.finished() if code == 0 and point.config.task.name == "train" else None
         self._evaluations_of(point).refresh()
         if result is not None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.storage import paths
 from tpu_experiments.sweeping.points import Point
 
@@ -107,4 +108,4 @@ def _shown(value: float | None) -> str:
 
 
 def _line(values: Cells) -> str:
-    return "| " + " | ".join(values) + " |"
+    return markdown_line(values)

@@ -93,7 +93,7 @@ def pack_process(
             if seat.trainer is not None and place.is_dropped(seat.name):
                 seat.trainer.stop.drop()
 
-    pack = Pack(runtime, list(by_name), loras=[start.config.lora for start in starts], look=look)
+    pack = Pack(runtime, list(by_name), loras=[start.config.lora for start in starts], look=look, began=began)
     log.info("%d runs train in one program: %s", len(starts), ", ".join(by_name))
 
     def main(seat: Seat) -> int:

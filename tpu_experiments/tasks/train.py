@@ -40,7 +40,7 @@ from tpu_experiments.tasks.open_settings import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length
-from tpu_experiments.training.lives import Ledger
+from tpu_experiments.training.lives import Ledger, Shares
 from tpu_experiments.training.outputs import RunOutputs, write_pages
 from tpu_experiments.training.pack import Seat
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
@@ -231,8 +231,10 @@ def train_process(
             start_run_log(folder, rank=runtime.rank)
         else:
             close_log = partial(stop_thread_log, start_thread_log(folder, kept=kept))
-        share = 1 if seat is None else seat.share
-        outputs = make_outputs(runtime, config, start.inputs, folder, watch=watch, began=began, argv=argv, share=share)
+        shares = None if seat is None else seat.shares
+        outputs = make_outputs(
+            runtime, config, start.inputs, folder, watch=watch, began=began, argv=argv, shares=shares
+        )
         trainer = kind(config, runtime, inputs=start.inputs, outputs=outputs, watch=watch)
         trainer.seat = seat
         trainer.run()
@@ -293,12 +295,12 @@ def make_outputs(
     watch: Stopwatch,
     began: float,
     argv: list[str],
-    share: int = 1,
+    shares: Shares | None = None,
 ) -> RunOutputs:
     """Return loggers, ledger, provenance and plan of the run; only rank 0 writes.
 
     Args:
-        share: runs that share the machine's price.
+        shares: of the machine's time, where other runs are in the same program.
     """
     facts = provenance(config, device=device_name(runtime), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
@@ -315,7 +317,7 @@ def make_outputs(
         return runtime.counters().compile_seconds
 
     def ledger() -> Ledger:
-        return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds, share=share)
+        return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds, shares=shares)
 
     return RunOutputs(
         config,

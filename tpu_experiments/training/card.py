@@ -3,7 +3,6 @@
 It is the README.md of the run folder and of the exported adapter or model, where the Hub displays it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusio
 from tpu_experiments.export.card import CARD, adapter_code, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import has_bound, has_perplexity, head_of, writes_text
+from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
 from tpu_experiments.training.start import lineage_text
@@ -322,7 +322,7 @@ def _origin(result: Mapping[str, Any], config: Config) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(re.sub(r"(?<!\\)\|", r"\|", cell) for cell in line) + " |" for line in lines)
+    return "\n".join(map(markdown_line, lines))
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -40,6 +40,29 @@ class Mark(NamedTuple):
         return Mark(self.step, *values)
 
 
+class Shares:
+    """Seconds of a machine that each run on it has had: of every moment an equal part.
+
+    So the runs that have ended have together had all the seconds up to the last one's end.
+    """
+
+    def __init__(self, num_runs: int, *, began: float) -> None:
+        """Start; `began` in seconds since boot."""
+        self._left, self._at, self._seconds = num_runs, began, 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds of each run that has not left."""
+        now = boot_seconds()
+        self._seconds += (now - self._at) / max(self._left, 1)
+        self._at = now
+        return self._seconds
+
+    def leave(self) -> None:
+        """Note that a run has ended."""
+        self.seconds()
+        self._left -= 1
+
+
 class Ledger:
     """Account of this process's wall time, brought up to date by `update` at every log record."""
 
@@ -51,18 +74,18 @@ class Ledger:
         watch: Stopwatch,
         began: float,
         compile_seconds: Callable[[], float] = lambda: 0.0,
-        share: int = 1,
+        shares: Shares | None = None,
     ) -> None:
         """Start the account; `began` is the run's first process, in seconds since boot (storage/process.py).
 
         Args:
             compile_seconds: returns those of this process so far.
-            share: runs that share the machine, each of which pays as much of its price.
+            shares: of the machine, where other runs are in the same program.
         """
         place = folder.path(FOLDER)
         paths.make_dirs(place)
         self.earlier = read_lives(place)
-        self._began = began
+        self._began, self._shares = began, shares
         self._watch = watch
         watch.watch_compiler(compile_seconds)
         self._input_wait: Callable[[], float] = lambda: 0.0
@@ -73,7 +96,7 @@ class Ledger:
             host=socket.gethostname(),
             started=time.time() - (boot_seconds() - began),
             num_devices=hw.num_devices,
-            usd_per_hour={name: usd and usd / share for name, usd in hourly_price(hw).items()},
+            usd_per_hour=hourly_price(hw),
         )
         self._mirror: Mirror | None = Mirror.of_file(paths.join(place, f"{self.life.id}.json"))
         self._written = 0.0
@@ -145,6 +168,8 @@ class Ledger:
             self.life.lost_steps += again
             self.life.step = step
         wall, lost = boot_seconds() - self._began, max(self._marks[-1].lost, 0.0)
+        if self._shares is not None and wall > 0:
+            self.life.share = min(self._shares.seconds() / wall, 1.0)
         seconds, compiled = self._watch.seconds, self._watch.compiled
         self.life.seconds = split(wall, seconds=seconds, compiled=compiled, input_wait=self._input_wait(), lost=lost)
 

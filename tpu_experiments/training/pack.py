@@ -30,6 +30,8 @@ from tpu_experiments.optim.loss_scale import scale_of as loss_scale_of
 from tpu_experiments.runtime.base import OnOutput, Program, Runtime, Signature, signature_of
 from tpu_experiments.runtime.ops import Tensors
 from tpu_experiments.runtime.stacked import is_adapter_part
+from tpu_experiments.storage.process import boot_seconds
+from tpu_experiments.training.lives import Shares
 from tpu_experiments.training.step import (
     ACTIVE,
     StepOutput,
@@ -156,9 +158,9 @@ class Seat:
     """Exit code that the run would have had as a process."""
 
     @property
-    def share(self) -> int:
-        """Return the number of runs that the machine's price is shared by."""
-        return len(self.pack.seats)
+    def shares(self) -> Shares:
+        """Return the parts of the machine's time that the runs have had."""
+        return self.pack.shares
 
     def build(self, trainer: "Trainer") -> BuiltModel:
         """Return the common model with adapters of this run's own."""
@@ -199,6 +201,7 @@ class Pack:
         names: of the runs, which name their threads.
         loras: their `lora` settings; they may differ in rank, alpha, scaling, dropout and start.
         look: called before every step, with the seats.
+        began: seconds since boot from which on the runs share the machine's time; by default now.
     """
 
     def __init__(
@@ -208,9 +211,11 @@ class Pack:
         *,
         loras: Sequence[LoraConfig],
         look: Callable[[Sequence[Seat]], None] = lambda seats: None,
+        began: float | None = None,
     ) -> None:
         self.runtime, self.look = runtime, look
         self.seats = [Seat(self, name) for name in names]
+        self.shares = Shares(len(names), began=boot_seconds() if began is None else began)
         rank = max(lora.r for lora in loras)
         dropout = max(lora.dropout for lora in loras)
         self.lora = replace(loras[0], r=rank, alpha=float(rank), scaling="alpha_over_r", dropout=dropout)
@@ -256,6 +261,7 @@ class Pack:
             seat.code = main(seat)
         finally:
             seat.state = "ended"
+            self.shares.leave()
             self.back.release()
 
     # ---- called by seats, which have the turn ---------------------------------------------------------------

@@ -4,12 +4,12 @@ import functools
 import logging
 import os
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpu_experiments.config.commands import command, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.schema import Config
@@ -126,13 +126,13 @@ def elsewhere(hw: HwConfig, arguments: Sequence[str]) -> str:
     """Return how to plan, rent for or try the command of these arguments on a machine without a TPU."""
     words = [word for word in arguments if not word.startswith(("hw=", "task="))]
     tasks = [word for word in arguments if word.startswith("task=")]
-    rented = f"python launch/tpu.py train {shlex.join([f'hw={hw.name}', '--', *words])}"
     if tasks not in ([], ["task=train"]) or hw.rent is None:
         return "run it on the TPU VM, or use hw=cpu here"
+    machine = f"hw={hw.name}"
     return (
-        f"run it on the TPU VM, or plan it here: `python run.py {shlex.join([*words, f'hw={hw.name}', 'task=plan'])}`, "
-        f"rent one: `{rented}`, or use hw=cpu here, where `python run.py {shlex.join([*words, 'debug=smoke'])}` tries "
-        "it on a tiny model"
+        f"run it on the TPU VM, or plan it here: `{command(*words, machine, 'task=plan')}`, rent one: `python "
+        f"launch/tpu.py train {typed(machine, '--', *words)}`, or use hw=cpu here, where "
+        f"`{command(*words, 'debug=smoke')}` tries it on a tiny model"
     )
 
 

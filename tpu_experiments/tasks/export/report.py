@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpu_experiments.pages.table import aligned
+from tpu_experiments.pages.table import aligned, markdown_line
 from tpu_experiments.storage import strict_json
 from tpu_experiments.tasks.export.parity import Parity
 
@@ -72,9 +72,9 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
     lines = [
         "# Parity with the trained model",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"| {' | '.join('---' for _ in COLUMNS)} |",
-        *(f"| {' | '.join(row_of(parity))} |" for parity in parities),
+        markdown_line(COLUMNS),
+        markdown_line(["---"] * len(COLUMNS)),
+        *(markdown_line(row_of(parity)) for parity in parities),
         "",
         *(f"* {parity.form}: {parity.reason}." for parity in parities if parity.reason),
         *[""][: any(parity.reason for parity in parities)],
@@ -93,5 +93,5 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
             "",
         ]
     lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {facts['bytes']:,} | `{facts['sha256']}` |" for name, facts in sorted(files.items())]
+    lines += [markdown_line([name, f"{f['bytes']:,}", f"`{f['sha256']}`"]) for name, f in sorted(files.items())]
     return "\n".join(lines) + "\n"
