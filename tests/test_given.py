@@ -14,7 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.processes.chips import tpu_present
 from tpu_experiments.runtime.processes.env import GPU_NODES
 from tpu_experiments.storage.run_folder import open_run
-from tpu_experiments.training.given import require_given
+from tpu_experiments.training.given import foreign_data, require_given
 
 SAMPLES = Path(__file__).parents[1] / "tpu_experiments" / "samples"
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "jax"}
@@ -180,3 +180,23 @@ def test_what_is_not_there_is_refused(case: str, inputs: Path) -> None:
 )
 def test_what_may_be_there_passes(words: str, inputs: Path) -> None:
     require_given(composed_as_typed(*shlex.split(words.format(tmp=inputs))))
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        (["data=ultrachat_ro"], "ultrachat_ro"),
+        (["data=[stories_ro,messages]"], "messages"),
+        (["data=messages", "data.messages.path=/data/chats.jsonl"], "messages"),
+        (["data.stories_ro.path=/data/chats.jsonl"], "stories_ro"),
+        ([], None),
+        (["data=[stories_ro,stories_text_ro]"], None),
+        (["data=ultrachat_ro", "model=qwen05b"], None),
+        (["data=ultrachat_ro", "model.path=/ckpt/mine"], None),
+        (["data=ultrachat_ro", "model.init=random"], None),
+    ],
+)
+def test_data_that_is_foreign_to_the_default_model_is_said_to_be(words: list[str], others: str | None) -> None:
+    said = foreign_data(composed_as_typed(*words))
+    assert (said is None) == (others is None)
+    assert said is None or f"data=[{others}] is something else: choose a model for it" in said

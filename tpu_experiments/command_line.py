@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from tpu_experiments.config.compose import as_typed, require_single_choices, to_config
+from tpu_experiments.config.compose import as_typed, earlier_name, require_single_choices, to_config
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
@@ -56,9 +56,10 @@ from tpu_experiments.runtime.processes.env import prepare_environment, require_d
 from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.offline import go_offline_if_unreachable
-from tpu_experiments.storage.retry import StorageFailed
+from tpu_experiments.storage.retry import StorageFailed, explain_storage_errors
+from tpu_experiments.storage.run_folder import with_earlier_name
 from tpu_experiments.sweeping.launcher import PointLauncher
-from tpu_experiments.training.given import require_given
+from tpu_experiments.training.given import foreign_data, require_given
 
 log = logging.getLogger(__name__)
 LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check")
@@ -125,6 +126,8 @@ def run(config: Config) -> None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
+    with explain_storage_errors(config.output_dir):
+        config = with_earlier_name(config, earlier=earlier_name(config))
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
     is_planned = config.task.name == "plan"
@@ -144,6 +147,10 @@ def run(config: Config) -> None:
     if config.task.name in LOADING:
         start_run_log(None, rank=0)
         log.info("%s: loading torch and its dependencies", worked_on(config))
+    hint = foreign_data(config) if config.task.name in ("train", "prepare") else None
+    if hint is not None:
+        start_run_log(None, rank=0)
+        log.warning("%s", hint)
     task = importlib.import_module(f"tpu_experiments.tasks.{config.task.name}")
     task.run(config)
 

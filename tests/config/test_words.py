@@ -2,18 +2,21 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from tests.config.composing import composed_as_typed, names, of_file
+from tpu_experiments.config.compose import earlier_name
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import argument_problem, is_of_composition, known_keys, sentence, uncomposable
 from tpu_experiments.config.words import CHOICES, KEYS, machine_named, machines_near, with_machines
+from tpu_experiments.storage.run_folder import open_run, with_earlier_name
 
 TYPED = {
-    "mdoel=qwen05b": "there is no key mdoel. Did you mean 'model'?",
+    "mode1=qwen05b": "there is no key mode1. Did you mean 'model'?",
     "model=mistral": "Did you mean 'mistral7b'?",
     "model=Mistral-7B": "Did you mean 'mistral7b'?",
     "model=QWEN05B": "Did you mean 'qwen05b'?",
@@ -207,3 +210,36 @@ def test_every_accelerator_type_is_an_alias() -> None:
 def test_aliases_in_a_sweep() -> None:
     assert with_machines(["-m", "hw=v6e-8,v5litepod-4"], names("hw")) == ["-m", "hw=v6e8,v5e4"]
     assert machines_near("a100", names("hw")) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/ckpt/my_llama", "my_llama"),
+        ("./my_llama/", "my_llama"),
+        ("outputs/first/model", "first-model"),
+        ("/hub/models--a--b/snapshots/0a1b2c", "models--a--b-snapshots-0a1b2c"),
+        ("owner/Llama-3.2-1B", "Llama-3.2-1B"),
+        ("/runs/big/checkpoint-500", "big-checkpoint-500"),
+        ("/data/of mine", "of-mine"),
+        ("/", "qwen05b"),
+        ("Qwen/Qwen2.5-0.5B", "qwen05b"),
+    ],
+)
+def test_a_model_of_ones_own_names_its_run(path: str, name: str) -> None:
+    words = ("model=qwen05b", f'model.path="{path}"', "data=guanaco")
+    assert composed_as_typed(*words).name == f"{name}_guanaco_cpu"
+    assert composed_as_typed(*words, "name=mine").name == "mine"
+    assert composed_as_typed(*words, "model.init=random").name == "qwen05b_guanaco_cpu"
+
+
+def test_a_run_that_began_under_the_name_of_its_preset_goes_on(tmp_path: Path) -> None:
+    words = ("model=qwen05b", "model.path=/ckpt/mine", "data=guanaco", f"output_dir={tmp_path}")
+    config = composed_as_typed(*words)
+    assert with_earlier_name(config, earlier=earlier_name(config)).name == "mine_guanaco_cpu"
+    before = composed_as_typed(*words, "name=qwen05b_guanaco_cpu")
+    open_run(before).create(before)
+    assert with_earlier_name(config, earlier=earlier_name(config)).name == "qwen05b_guanaco_cpu"
+    other = composed_as_typed(*words, "model.path=/ckpt/other")
+    assert with_earlier_name(other, earlier=earlier_name(other)).name == "other_guanaco_cpu"
+    assert earlier_name(composed_as_typed(*words, "name=given")) is None

@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,8 @@ from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.messages import choices, sentence
-from tpu_experiments.config.model_schema import ShardingConfig
+from tpu_experiments.config.messages import choices, path_of_model, sentence
+from tpu_experiments.config.model_schema import ModelConfig, ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
 from tpu_experiments.config.task_schema import TokenizerTaskConfig
 from tpu_experiments.config.words import with_machines
@@ -55,8 +56,7 @@ def to_config(composed: DictConfig) -> Config:
     if config.name is None and isinstance(config.task, TokenizerTaskConfig):
         config.name = _default_name(config.task.kind, list(config.data), str(config.task.vocab_size))
     if config.name is None:
-        model = config.model.name if config.model.size == "full" else f"{config.model.name}-{config.model.size}"
-        config.name = _default_name(model, list(config.data), config.hw.name)
+        config.name = _default_name(_own_name(config.model) or _preset_name(config.model), *_rest_of_name(config))
         if len(config.name) > MAX_NAME_LENGTH:
             raise ConfigError(
                 f"name=null; the name made of model, data and hw has {len(config.name)} letters and a folder's takes "
@@ -80,6 +80,39 @@ def as_typed(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if isinstance(parsed, bool | int | float) and isinstance(OmegaConf.select(composed, key), str):
             OmegaConf.update(composed, key, text.strip())
     return composed
+
+
+PLAIN_FOLDER = re.compile(
+    r"model|merged|base|final|best|export|hf|snapshots|weights|checkpoint[-_]?\d*|step[-_]?\d*|[0-9a-f]*"
+)
+"""Names of folders that say nothing of the model in them."""
+
+
+def _own_name(model: ModelConfig) -> str | None:
+    """Return the name of a model of the user's own, from its folder or Hub id; None for one of conf/model."""
+    shipped = path_of_model(model.name)
+    if model.size != "full" or model.init == "random" or shipped in (None, model.path):
+        return None
+    parts = [part for part in re.split(r"[/\\]", model.path) if part.strip(".")]
+    first = next((at for at in reversed(range(len(parts))) if not PLAIN_FOLDER.fullmatch(parts[at].lower())), 0)
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts[first:])).lstrip("._+-")[:60]
+    return name or None
+
+
+def _preset_name(model: ModelConfig) -> str:
+    return model.name if model.size == "full" else f"{model.name}-{model.size}"
+
+
+def _rest_of_name(config: Config) -> tuple[list[str], str]:
+    return list(config.data), config.hw.name
+
+
+def earlier_name(config: Config) -> str | None:
+    """Return the name that a run had before models of the user's own had theirs; None where it is the same."""
+    own = _own_name(config.model)
+    if own is None or config.name != _default_name(own, *_rest_of_name(config)):
+        return None
+    return _default_name(_preset_name(config.model), *_rest_of_name(config))
 
 
 def _default_name(model: str, sources: list[str], hw: str) -> str:

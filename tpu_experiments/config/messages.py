@@ -240,15 +240,17 @@ def _instead_of_place(group: str, path: str) -> str:
             "a source is named, and its file, folder or Hub id is one of its settings; write data=messages "
             f"data.messages.path={path} for conversations, data=wiki_ro data.wiki_ro.path={path} for plain text."
         )
-    shipped = [name for name in choices("model") if _path_of(name) == path]
+    shipped = [name for name in choices("model") if path_of_model(name) == path]
     if shipped:
         return f"it is conf/model/{shipped[0]}.yaml; write model={shipped[0]}."
     near = nearest(path.rstrip("/").rpartition("/")[2].lower(), choices("model")) or "tiny"
     return f"a folder or Hub id is the path of a model; write model={near} model.path={path} (model= has the settings)."
 
 
-def _path_of(model: str) -> str | None:
-    """Return `path` in the file of a model of conf/model."""
+def path_of_model(model: str) -> str | None:
+    """Return `path` in the file of a model of conf/model; None where there is no such file, or no path in it."""
+    if model not in choices("model"):
+        return None
     found = re.search(r"^path: (\S+)$", (CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 

@@ -202,6 +202,15 @@ def with_settings_of_run(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, **taken))
 
 
+def with_earlier_name(config: Config, *, earlier: str | None) -> Config:
+    """Return the config under the `earlier` name of its run, if there is a run of that name on the same model."""
+    if earlier is None:
+        return config
+    stored = RunFolder(config.output_dir, earlier).stored_identity()
+    is_same = stored is not None and stored.get("model.path") == config.model.path
+    return replace(config, name=earlier) if is_same else config
+
+
 def has_begun(config: Config) -> bool:
     """Return whether the run of this config has a folder with an identity.
 

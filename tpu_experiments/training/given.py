@@ -20,6 +20,10 @@ from tpu_experiments.data.reading.locations import require_present
 from tpu_experiments.storage import given_folders, paths
 from tpu_experiments.storage.run_folder import RunFolder
 
+SHIPPED = ("tpu_experiments/samples/", "outputs/stories/")
+"""Folders of the shipped data, and of what samples/stories.py writes."""
+STORIES = "tpu_experiments/samples/stories/"
+"""Folder of the story reader, which is trained where no model is chosen."""
 TRAINING = ("train", "resume_check")
 READING = (*TRAINING, "prepare", "tokenizer")
 """Tasks that read the sources of `data=`."""
@@ -68,6 +72,21 @@ def require_given(config: Config) -> None:
             given_folders.require_tokenizer_folder(task.compare_with, key="task.compare_with")
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def foreign_data(config: Config) -> str | None:
+    """Return a sentence where the shipped story reader is to learn from other data than its stories; None elsewhere."""
+    model = config.model
+    if not model.path.startswith(STORIES) or model.size != "full" or model.init == "random":
+        return None
+    others = [name for name, source in config.data.items() if not source.path.startswith(SHIPPED)]
+    if not others:
+        return None
+    return (
+        f"model={model.name} has a million parameters and has read short Romanian stories alone, and "
+        f"data=[{','.join(others)}] is something else: choose a model for it, for example model=qwen05b, or "
+        "debug=smoke to try the command"
+    )
 
 
 def run_to_evaluate(config: Config, task: EvaluateTaskConfig) -> RunFolder:
