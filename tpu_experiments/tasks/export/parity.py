@@ -32,7 +32,8 @@ PART_OF_ROUNDING = 0.25
 """Largest difference of an export from the trained model with the form's rounding, over what the rounding does.
 Measured below 0.001 where nothing is wrong (tests/benchmarks/README.md)."""
 PART_WITH_INPUTS = 2.0
-"""The same where the library rounds the inputs of products too, which the yardstick does not."""
+"""The same where the library rounds the inputs of products too, which the yardstick does not: a fault that is smaller
+than that rounding is not seen there."""
 KEPT = (0.75, 1.25)
 """Range of the part of training's effect that an export holds; the base alone has 0, twice the adapter about 2."""
 NUM_YARDSTICK = 4
