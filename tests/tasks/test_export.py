@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.weights import whole_model
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks import export
-from tpu_experiments.tasks.export.forms import WRITERS
+from tpu_experiments.tasks.export.forms import WRITERS, write_merged
 from tpu_experiments.tasks.export.parity import compare
 from tpu_experiments.tasks.export.proof import Proof
 from tpu_experiments.tasks.export.readers import TransformersModel
@@ -186,7 +186,7 @@ def scaled_down(folder: str, subject: Subject):
     """Write a merge of half the adapter."""
     with_half = replace(subject.origin.lora, alpha=subject.origin.lora.alpha / 2)
     halved = whole_model(subject.source, lora=with_half, trained=subject.origin.trained)
-    return WRITERS["merged"](folder, replace(subject, model=replace(halved, config=subject.model.config)))
+    return write_merged(folder, replace(subject, model=replace(halved, config=subject.model.config)))
 
 
 def test_worse_ends_with_exit_code_1_and_is_not_uploaded(run, capsys, monkeypatch):
