@@ -32,7 +32,7 @@ from tpu_experiments.config.schema import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-SEARCH = REPOSITORY / "conf" / "task" / "plan.yaml"
+SEARCH = CONF / "task" / "plan.yaml"
 CHOICE = re.compile(r"\w[\w.-]*")
 """Name of a file of a config group; no path."""
 OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig, MaskedDiffusionConfig)
