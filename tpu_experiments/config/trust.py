@@ -16,6 +16,7 @@ import yaml
 
 from tpu_experiments.config.checks import field_problems
 from tpu_experiments.config.data_schema import DataSourceConfig
+from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.schema import (
     GROUPS,
