@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from tpu_experiments.config.commands import PROGRAM
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import nearest, suggest
 from tpu_experiments.config.folders import CONF
@@ -66,8 +67,8 @@ Every key with its unit and meaning:
   tpu_experiments/config/{schema,model_schema,data_schema,hardware,start,task_schema}.py
 A value with commas, brackets or = in it needs quotes for the shell and for Hydra: 'sample.prompt="Salut, lume"'.
 
-A run lives in OUTPUT_DIR/NAME (outputs/<model>_<data>_<hw>, or name=...). The same name and config resume the run where
-it stopped; the same name with another config is refused.
+A run lives in OUTPUT_DIR/NAME: outputs/<model>_<data>_<hw>, where model.path= gives <model> its name, or name=...
+The same name and config resume the run where it stopped; the same name with another config is refused.
 
 Exit codes:
    0  finished
@@ -94,7 +95,8 @@ def help_text() -> str:
         lines.append(f"  {group:<{width}}{meaning}")
         if choices(group):
             lines.append(f"  {'':<{width}}  {', '.join(choices(group))}")
-    return HEADER + "\n".join(lines) + "\n" + FOOTER
+    text = HEADER + "\n".join(lines) + "\n" + FOOTER
+    return text.replace("python run.py", " ".join(PROGRAM))
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import IS_INSTALLED
 
 WRITTEN_FOR = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 """torch_xla[tpu,pallas]==2.9.0 names the other three; launch/requirements.lock has them."""
@@ -41,9 +42,12 @@ def require_versions(*packages: str, of: Mapping[str, str] = WRITTEN_FOR, lock: 
     wrong = [f"{name} is {have or 'missing'}" for name, have in found.items() if not fits(name, have, of=of)]
     if wrong:
         wanted = " ".join(f"{name}=={of[name]}" for name in packages)
+        whole = f"let launch/local.sh make the environment from launch/{lock}"
+        if IS_INSTALLED:
+            whole = "pip install 'tpu_experiments[xla]', or [tpu] on a TPU VM"
         raise ConfigError(
             f"{' and '.join(wrong)}; this program uses private names that only other versions have: install {wanted}, "
-            f"or let launch/local.sh make the environment from launch/{lock}."
+            f"or {whole}."
         )
     library = missing_library() if "torch_xla" in packages else None
     if library is not None:
