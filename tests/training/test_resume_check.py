@@ -28,7 +28,8 @@ SMALL = ("model=qwen05b", "data=[sample_text,sample_chat]", "lora=all_linear_r8"
 @pytest.mark.slow
 def test_a_run_is_killed_resumed_and_equal(tmp_path):
     overrides = (*SMALL, "task=resume_check", "hw.runtime=eager", "lora.dropout=0.1", "logger=[console,tensorboard]")
-    done = run(*overrides, "sample.max_new_tokens=0", "checkpoint.keep_last=9", output_dir=tmp_path)
+    begun = ("optim.ema=0.9", "curriculum.stages.chat.optimizer=fresh")
+    done = run(*overrides, *begun, "sample.max_new_tokens=0", "checkpoint.keep_last=9", output_dir=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     place = tmp_path / "resume_check" / "mine"
     found = json.loads((place / "resume_check.json").read_text())
@@ -36,8 +37,8 @@ def test_a_run_is_killed_resumed_and_equal(tmp_path):
     assert found["steps"] == 12
     assert [check["name"] for check in found["checks"] if not check["equal"]] == []
     resumes = [(r["killed_after_step"], r["resumed_from_step"]) for r in found["resumes"]]
-    assert resumes == [(6, 4), (6, 5), (9, 6)]
-    assert [r["checkpoint_was_in_background"] for r in found["resumes"]] == [True, False, False]
+    assert resumes == [(6, 4), (6, 5), (9, 6), (9, 8)]
+    assert [r["checkpoint_was_in_background"] for r in found["resumes"]] == [True, False, False, False]
     folders = {step: place / "killed" / "checkpoints" / f"step_{step:08d}" for step in (4, 5, 6)}
     proofs = {step: json.loads((folder / "COMMIT.json").read_text())["proof"] for step, folder in folders.items()}
     answered = [step for step, proof in proofs.items() if "answer" in proof]
@@ -106,7 +107,7 @@ def test_one_bit_of_a_tensor_is_found(tmp_path):
 def test_stages_are_cut_and_too_short_ones_refused(make_config, tmp_path):
     common = (*SMALL, "task=resume_check", f"output_dir={tmp_path}")
     config = shortened(make_config(*common, "task.steps=8", "trainer.max_stage_steps=null"))
-    assert [(kill.checkpoint, kill.after) for kill in plan_kills(config)] == [(4, 5), (5, 6), (8, 9)]
+    assert [(kill.checkpoint, kill.after) for kill in plan_kills(config)] == [(4, 5), (5, 6), (8, 9), (10, 11)]
     one_stage = (*common, "curriculum=single", "curriculum.stages.main.steps=5")
     kills = plan_kills(shortened(make_config(*one_stage)))
     assert [(kill.checkpoint, kill.after) for kill in kills] == [(2, 3), (3, 4)]

@@ -72,7 +72,9 @@ def shortened(config: Config) -> Config:
 
 
 def plan_kills(config: Config) -> list[Kill]:
-    """Choose the kills: two in the first stage and, if there is a second stage, one after its start.
+    """Choose the kills: two in the first stage, and, if there is a second, one after its start and one inside it.
+
+    The last resumes in mid-stage what begins with the stage: a fresh optimizer, a schedule, trained parts.
 
     Raises:
         ConfigError: the first stage is too short for these kills.
@@ -90,6 +92,9 @@ def plan_kills(config: Config) -> list[Kill]:
     if len(steps) > 1:
         where = f"behind the border to stage {inputs.stages[1].name}"
         kills.append(Kill(first, after=first + 1, where=where, every_steps=0))
+        if steps[1] >= 2 * LOG_EVERY_STEPS:  # a record comes between its save and the stage's end
+            saved, where = first + 2, f"inside stage {inputs.stages[1].name}"
+            kills.append(Kill(saved, after=saved + 1, where=where, every_steps=saved))
     return kills
 
 
