@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.generation.small import overrides, prompts_of
 from tests.training.tiny import built
 from tpu_experiments.runtime.processes.launch import make_runtime
-from tpu_experiments.training.evaluation import Sampler
+from tpu_experiments.training.evaluation import LOOK_EVERY, Sampler
 
 pytestmark = pytest.mark.xla
 NEW = 10
@@ -60,3 +60,22 @@ def test_draws_follow_from_the_seed_alone(make_config):
     first, second = texts["eager", 0]
     assert first != second
     assert len(set(first.split())) > NEW / 2, "random weights are near an even distribution"
+
+
+def test_a_sample_ends_once_every_row_has_ended(make_config):
+    """The end mark is the first token that is not the first one written."""
+    config = make_config(*overrides("mistral7b", "eager"), "lora=none", "sample.temperature=0", "sample.window=64")
+    runtime = make_runtime(config)
+    model = built(config, runtime)
+    tokenizer, prompts, calls = Numbers(), prompts_of(5), []
+    parts = {"runtime": runtime, "parameters": model.trainable, "settings": config.sample, "seed": 0}
+    sampler = Sampler(model.module, tokenizer=tokenizer, **parts, between=lambda: calls.append(1))
+    (whole,) = sampler.run(prompts, max_new_tokens=40)
+    assert len(calls) == 40
+    tokens = whole.split()
+    end = next(index for index, token in enumerate(tokens) if index > 0 and token not in tokens[:index])
+    assert end < LOOK_EVERY
+    tokenizer.all_special_ids = (int(tokens[end]),)
+    calls.clear()
+    assert sampler.run(prompts, max_new_tokens=40) == [" ".join(tokens[:end])]
+    assert len(calls) == LOOK_EVERY
