@@ -218,6 +218,7 @@ def test_what_the_command_names_itself_is_taken(
 
 def test_a_process_ends_with_2_and_runs_nothing(tmp_path: Path, mark: Path) -> None:
     folder = sent(tmp_path / "outputs" / "evil", *CODE["a module of its own"])
+    (folder / "adapter").mkdir()
     done = run_process(
         "task=generate",
         f"task.run={folder}",
@@ -273,10 +274,11 @@ def test_compiled_programs_beside_a_run_folder_are_not_loaded(tmp_path: Path) ->
 
 def subject_of_base(config: Config) -> Config:
     """The config that task=evaluate runs with; its adapter is not looked at."""
-    from tpu_experiments.tasks.evaluate.subject import _config_of, _run_folder, task_of
+    from tpu_experiments.tasks.evaluate.subject import _config_of, task_of
+    from tpu_experiments.training.given import run_to_evaluate
 
     task = task_of(config)
-    return _config_of(_run_folder(config, task), config, task)
+    return _config_of(run_to_evaluate(config, task), config, task)
 
 
 def test_a_url_that_only_the_run_folder_names_is_said_before_it_is_asked(
@@ -323,7 +325,7 @@ OVERLAYS = {
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_an_overlay_is_refused(name: str, tmp_path: Path) -> None:
-    from run import with_plan_overlay
+    from tpu_experiments.command_line import with_plan_overlay
 
     file = tmp_path / "best.yaml"
     file.write_text(OVERLAYS[name])
@@ -333,7 +335,7 @@ def test_an_overlay_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_an_overlay_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    from run import with_plan_overlay
+    from tpu_experiments.command_line import with_plan_overlay
 
     (tmp_path / "best.yaml").write_bytes(b"\x80\x04\x95")
     for file in (tmp_path / "best.yaml", tmp_path):
@@ -342,7 +344,7 @@ def test_an_overlay_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_yaml_of_a_config_folder_is_refused_before_hydra_reads_it(tmp_path: Path) -> None:
-    from run import check_yaml
+    from tpu_experiments.command_line import check_yaml
 
     check_yaml([])
     (tmp_path / "data").mkdir()

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from run import check_yaml, with_plan_overlay
 from tests.config.composing import composed
 from tests.storage.test_regular_files import KINDS, LARGE, put, sockets
 from tests.test_attacks import EAGER, evaluated, generated, of_command, sent
 from tests.tiers import only
+from tpu_experiments.command_line import check_yaml, with_plan_overlay
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import SourceSpec
 from tpu_experiments.data.reading import files, json_array, tables

@@ -81,6 +81,13 @@ def make_laptop(folder: Path, *, run_py: str, startup: str, num_workers: int = 1
     ignored = shutil.ignore_patterns("__pycache__", "*.lock")
     shutil.copytree(ROOT / "launch", root / "launch", ignore=ignored)
     shutil.copytree(ROOT / "conf" / "hw", root / "conf" / "hw")
+    for part in (
+        "__init__.py",
+        "config/__init__.py",
+        "config/words.py",
+    ):  # no other file of the package
+        (root / "tpu_experiments" / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tpu_experiments" / part, root / "tpu_experiments" / part)
     (root / "run.py").write_text(run_py)
     (root / "launch" / "on_vm.py").write_text("print('cpu')")  # nothing to start before the run
     (root / "launch" / "startup.sh").write_text(startup)

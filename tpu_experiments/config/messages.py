@@ -158,9 +158,9 @@ def unreadable_yaml(error: MarkedYAMLError) -> str:
 
 
 def is_of_composition(error: Exception) -> bool:
-    """Return whether Hydra's composition raised the error, without code of this package involved."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not any(Path(file).is_relative_to(PACKAGE) for file in files)
+    """Return whether Hydra's composition raised the error, without this package but its entry point."""
+    files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not any(file.is_relative_to(PACKAGE) for file in files - {PACKAGE / "command_line.py"})
 
 
 def uncomposable(error: Exception, overrides: list[str]) -> str:

@@ -7,6 +7,7 @@ reads them.
 import json
 from pathlib import Path
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, near_misses
@@ -66,7 +67,8 @@ def _of_folder(path: str, local: Path, *, key: str) -> str:
         inside = f"{path.rstrip('/')}/model"
         if (local / "model" / "config.json").exists():
             return f"it is a run's folder; write {key}={inside}, or start.run={path} to train it on."
-        return f"it is a run's folder; write start.run={path} to train it on, task.run={path} to ask it."
+        train, ask = override_of("start.run", path), override_of("task.run", path)
+        return f"it is a run's folder; write {train} to train it on, {ask} to ask it."
     ggufs = sorted(local.glob("*.gguf"))
     if ggufs:
         return _of_gguf(str(ggufs[0]))
