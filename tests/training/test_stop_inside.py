@@ -13,6 +13,7 @@ STRUCK = (
     "hw.runtime=eager",
     "trainer.max_eval_rows=64",
     "sample.max_new_tokens=12",
+    "sample.at=evaluations",
     "checkpoint.every_steps=100",
 )
 """Eight batches in an evaluation and twelve tokens in a sample; no checkpoint but those of stops and stages' ends."""
