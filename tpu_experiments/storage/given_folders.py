@@ -181,7 +181,7 @@ def no_weights(folder: str, *, weights: str, key: str = "task.run") -> str:
 def _instead_of_run(folder: str, local: Path) -> str:
     runs = sorted(file.parent.name for file in local.glob("*/identity.json")) if local.is_dir() else []
     if runs:
-        return f" It holds {len(runs)}, for example task.run={paths.join(folder, runs[0])}."
+        return f" It holds {len(runs)}, for example {override_of('task.run', paths.join(folder, runs[0]))}."
     return f" It is an adapter: write task.adapter={folder}." if (local / ADAPTER_CONFIG).exists() else ""
 
 
