@@ -1,12 +1,11 @@
 """Lower every program of the run on placeholders: training step, evaluation, sample, questions."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS
@@ -23,7 +22,7 @@ from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.runtime.tracing import tracing_runtime
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
-from tpu_experiments.training.evaluation import WORDS
+from tpu_experiments.training.evaluation import WORDS, evaluating
 from tpu_experiments.training.pack import Pack, part_of
 from tpu_experiments.training.step import ACTIVE, ROW_TENSORS, stage_tensors
 
@@ -207,16 +206,6 @@ def added_like(trainer: Any) -> dict[str, Tensor]:
     stages = trainer.inputs.stages
     added = stage_tensors(stages[0], trainer.parameters, stages=stages)
     return {name: numbers.to("meta") for name, numbers in added.items()}
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch the module to evaluation mode, without dropout, for the block."""
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 def stepped(trainer: Any, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
