@@ -343,6 +343,15 @@ def test_an_overlay_that_is_no_text_is_refused(tmp_path: Path) -> None:
             with_plan_overlay([f"+plan={file}"])
 
 
+def test_a_config_path_begins_at_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpu_experiments.command_line import with_whole_paths
+
+    monkeypatch.chdir(tmp_path)
+    assert with_whole_paths(["--config-path=mine"]) == [f"--config-path={tmp_path}/mine"]
+    assert with_whole_paths(["-cp", "mine", "x=mine"]) == ["-cp", f"{tmp_path}/mine", "x=mine"]
+    assert with_whole_paths(["--config-dir", "mine"]) == ["--config-dir", "mine"]
+
+
 def test_yaml_of_a_config_folder_is_refused_before_hydra_reads_it(tmp_path: Path) -> None:
     from tpu_experiments.command_line import check_yaml
 

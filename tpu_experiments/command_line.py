@@ -221,6 +221,24 @@ def check_yaml(arguments: list[str]) -> None:
         require_bounded_folder(folder)
 
 
+def with_whole_paths(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--config-path` from the working folder: Hydra looks for it in this file's package.
+
+    >>> with_whole_paths(["--config-path=/mine", "-cp", "/mine", "seed=1"])
+    ['--config-path=/mine', '-cp', '/mine', 'seed=1']
+    """
+    whole, before = [], ""
+    for argument in arguments:
+        option, has_value, value = argument.partition("=")
+        if option == "--config-path" and has_value:
+            argument = f"{option}={Path(value).absolute()}"
+        elif before in ("--config-path", "-cp"):
+            argument = str(Path(argument).absolute())
+        whole.append(argument)
+        before = argument
+    return whole
+
+
 def main() -> None:
     """Run the command of `sys.argv`."""
     if {"-h", "--help"}.intersection(sys.argv[1:]):
@@ -231,6 +249,7 @@ def main() -> None:
         wrong = argument_problem(sys.argv[1:])
         if wrong is not None:
             raise ConfigError(wrong)
+        sys.argv[1:] = with_whole_paths(sys.argv[1:])
         sys.argv[1:] = with_machines(with_own_entries(with_plan_overlay(sys.argv[1:])), choices("hw"))
         composed_run()
         if PointLauncher.latest is not None:

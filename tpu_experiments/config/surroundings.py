@@ -106,13 +106,9 @@ OF_SYSTEM = {
     errno.EROFS: ("the disk is mounted read-only", "mount it for writing, or name another place"),
     errno.EIO: ("the disk fails to read or write", "see `dmesg`; copy what is needed to another disk"),
     errno.ESTALE: ("the network file system has lost the file", "mount it again, and give the same command again"),
-    errno.ENOTCONN: (
-        "the mounted file system has lost its connection",
-        "mount it again, and give the same command again",
-    ),
-    errno.ESHUTDOWN: (
-        "the mounted file system has lost its connection",
-        "mount it again, and give the same command again",
+    **dict.fromkeys(
+        (errno.ENOTCONN, errno.ESHUTDOWN),
+        ("the mounted file system has lost its connection", "mount it again, and give the same command again"),
     ),
     errno.ETIMEDOUT: ("the network file system does not answer", LATER),
     errno.EMFILE: ("this process has as many files open as it may", "raise the limit: `ulimit -n 65536`"),
@@ -122,8 +118,7 @@ OF_SYSTEM = {
         "raise `ulimit -u`, or end other processes",
     ),
     errno.ENOLCK: ("the file system gives no lock", "name a place on a disk of this machine"),
-    errno.ENODEV: ("the device is gone", "attach it again, or name another place"),
-    errno.ENXIO: ("the device is gone", "attach it again, or name another place"),
+    **dict.fromkeys((errno.ENODEV, errno.ENXIO), ("the device is gone", "attach it again, or name another place")),
     errno.EUCLEAN: ("the file system is damaged", "check it with `fsck`, or name another place"),
 }
 """Faults of a disk or of this machine by the number of the system's error, whether or not it names a file."""

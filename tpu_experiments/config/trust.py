@@ -16,7 +16,7 @@ import yaml
 
 from tpu_experiments.config.checks import field_problems
 from tpu_experiments.config.data_schema import DataSourceConfig
-from tpu_experiments.config.folders import CONF
+from tpu_experiments.config.folders import CONF, PACKAGE
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.schema import (
     GROUPS,
@@ -32,7 +32,7 @@ from tpu_experiments.config.schema import (
     TrainerConfig,
 )
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = PACKAGE.parent
 SEARCH = CONF / "task" / "plan.yaml"
 CHOICE = re.compile(r"\w[\w.-]*")
 """Name of a file of a config group; no path."""

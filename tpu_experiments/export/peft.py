@@ -20,6 +20,7 @@ from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.given_folders import ADAPTER_CONFIG, ADAPTER_FILE
 
 PREFIX = "base_model.model."
 DECODER = "model.language_model."
@@ -29,9 +30,6 @@ CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
 ROUNDED = "LR_QAT"
 """`peft_type` of adapters of rounded weights (models/low_rank_qat.py), which are this program's alone."""
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-"""File of the adapter's settings, written after the tensors, so its presence means that they are complete."""
 
 
 def write_adapter(

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, near_misses
 
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a LoRA adapter in PEFT's layout."""
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of an adapter's settings, written after the tensors, so its presence means that they are complete."""
 OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "config.json")
 """Names of files of which a folder that transformers reads a tokenizer from holds at least one."""
 MAX_CONFIG_BYTES = 2**20
@@ -81,9 +83,7 @@ def _of_folder(path: str, local: Path, *, key: str) -> str:
 def _base_of(file: Path) -> str:
     """Return the base that an adapter names; empty where it names none."""
     try:
-        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
-            return ""
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file, most=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return ""
     base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
