@@ -63,7 +63,6 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
     place = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as command:
         command.chdir(REPOSITORY)
-        command.setattr(lives_of, "RUN", str(REPOSITORY / "run.py"))
         for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES"):
             command.delenv(name, raising=False)
         config = shortened(composed(*GIVEN, "task=resume_check", f"output_dir={place}"))
