@@ -45,14 +45,14 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.build import BuiltModel, build_model, describe
-from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Decoder
+from tpu_experiments.models.adapters.lora import adapted_weights, require_read_by_peft
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation, require_left_padding
-from tpu_experiments.models.lora import adapted_weights, require_read_by_peft
-from tpu_experiments.models.rope import row_limits
+from tpu_experiments.models.parts.rope import row_limits
+from tpu_experiments.models.passes.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.build import BuiltModel, build_model, describe
+from tpu_experiments.models.sources.frozen import build_frozen
+from tpu_experiments.models.sources.isolation import require_isolation, require_left_padding
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop

@@ -24,9 +24,9 @@ from tpu_experiments.config.compose import to_config
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import register
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.processes.launch import make_runtime
 
 PROMPT = 100

@@ -24,7 +24,7 @@ from tests.config.composing import composed
 from tpu_experiments.checkpoint.pieces import dealt
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.targets import locate
-from tpu_experiments.models.build import describe
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable
 

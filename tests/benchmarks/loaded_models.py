@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.loaded import difference, part_of, with_layers
+from tpu_experiments.models.sources.loaded import difference, part_of, with_layers
 
 LLAMA = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {

@@ -161,8 +161,8 @@ def _ours(case: str, folder: Path) -> Callable[[], object]:
 
     from tpu_experiments.config.hardware import HwConfig
     from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, ShardingConfig
-    from tpu_experiments.models.build import build_model
     from tpu_experiments.models.huggingface import HuggingFaceModel
+    from tpu_experiments.models.sources.build import build_model
 
     runtime_name, _, base = case.partition("_")
     hw = HwConfig(name="cpu", device="cpu", parallel="inline", num_devices=1)

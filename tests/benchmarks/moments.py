@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
-from tpu_experiments.models.lora import inject
+from tpu_experiments.models.adapters.lora import inject
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.eager import EagerRuntime
 

@@ -35,21 +35,21 @@ _READERS = (
 DEFECTS = (
     Defect(
         "LoRA's scale has the wrong sign",
-        "tpu_experiments/models/lora.py",
+        "tpu_experiments/models/adapters/lora.py",
         "return lora.alpha / (",
         "return -lora.alpha / (",
         "tests/models/test_lora_peft.py tests/models/test_lora_inject.py",
     ),
     Defect(
         "the causal mask hides a token from itself",
-        "tpu_experiments/models/attention.py",
+        "tpu_experiments/models/parts/attention.py",
         "(distance_TT >= 0)",
         "(distance_TT > 0)",
         "tests/models/test_masks.py tests/models/test_attention.py",
     ),
     Defect(
         "a target in the next document counts",
-        "tpu_experiments/models/forward.py",
+        "tpu_experiments/models/passes/forward.py",
         "(next_learn * same * (",
         "(next_learn * (",
         "tests/models/test_masks.py tests/models/test_loss.py",
@@ -168,7 +168,7 @@ DEFECTS = (
     ),
     Defect(
         "top_p leaves out the token that reaches it",
-        "tpu_experiments/models/generation.py",
+        "tpu_experiments/models/passes/generation.py",
         "before_BC = probabilities_BC.cumsum(-1) - probabilities_BC",
         "before_BC = probabilities_BC.cumsum(-1)",
         "tests/models/generation",
@@ -189,7 +189,7 @@ DEFECTS = (
     ),
     Defect(
         "adapters of a pack have a scale of 1",
-        "tpu_experiments/models/packed.py",
+        "tpu_experiments/models/adapters/packed.py",
         "F.pad(t * scale, ",
         "F.pad(t, ",
         "tests/training/test_pack.py",
@@ -203,7 +203,7 @@ DEFECTS = (
     ),
     Defect(
         "a pack evaluates the first adapter for all",
-        "tpu_experiments/models/packed.py",
+        "tpu_experiments/models/adapters/packed.py",
         "self._number.long()",
         "self._number.long() * 0",
         "tests/training/test_pack.py",

@@ -39,7 +39,7 @@ SUBJECTS = {
     "export": ("export/*.py",),
     "saver": ("checkpoint/saver.py", "checkpoint/store.py", "checkpoint/retention.py", "checkpoint/reading.py"),
     "readers": ("data/reading/*.py",),
-    "packs": ("training/pack.py", "models/packed.py", "data/steps/pack.py"),
+    "packs": ("training/pack.py", "models/adapters/packed.py", "data/steps/pack.py"),
 }
 MINUTES = 20
 """Longest time for the tests of one mutant; a mutant that makes them wait is found by their own limit."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import xLSTMConfig
 
-from tpu_experiments.models.xlstm import MLSTMLayer, xLSTMForCausalLM
+from tpu_experiments.models.families.xlstm import MLSTMLayer, xLSTMForCausalLM
 
 KEYS, VALUES, WRITES = 8, 8, 96
 OPEN = {"igate_preact": 0.0, "fgate_preact": 100.0}

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 from tests.benchmarks.scratch import FILE, ROWS, SEQ_LEN, VOCAB_SIZE, data, run, split_texts, train
 from tpu_experiments.config.model_schema import ALL_LINEAR, is_target
-from tpu_experiments.models.low_rank_qat import EXPONENT, rounded_tokens
+from tpu_experiments.models.adapters.low_rank_qat import EXPONENT, rounded_tokens
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.quantisation.parts import rounds_inputs
 

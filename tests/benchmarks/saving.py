@@ -33,8 +33,8 @@ from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import PARAMETERS, Snapshot, snapshot
 from tpu_experiments.config.schema import CheckpointConfig
-from tpu_experiments.models.build import return_freed_memory
-from tpu_experiments.models.lora import fingerprints
+from tpu_experiments.models.adapters.lora import fingerprints
+from tpu_experiments.models.sources.build import return_freed_memory
 from tpu_experiments.storage.spool import Spool
 
 LAYERS, RANK, HIDDEN, KEY_VALUE, MLP = 32, 16, 4096, 1024, 14336

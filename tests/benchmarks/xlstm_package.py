@@ -1,4 +1,4 @@
-"""Logits of NX-AI's own package, as a reference of models/xlstm.py.
+"""Logits of NX-AI's own package, as a reference of models/families/xlstm.py.
 
     pip install --no-deps --target FOLDER xlstm==2.0.6 mlstm_kernels==2.0.6 einops
     PYTHONPATH=.:FOLDER python -m tests.benchmarks.xlstm_package tests/golden/xlstm_package.json

@@ -33,7 +33,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Axes, Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.config.schema import CheckpointConfig
-from tpu_experiments.models.lora import fingerprints
+from tpu_experiments.models.adapters.lora import fingerprints
 from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.hosts import Hosts, rendezvous

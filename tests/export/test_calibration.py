@@ -12,8 +12,8 @@ from tpu_experiments.export.calibrated import GridForm
 from tpu_experiments.export.calibration import calibrated, layer_file
 from tpu_experiments.export.quantised import chosen_weights
 from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.forward import logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.quantisation.grid import Grid
 
 pytestmark = pytest.mark.xla

@@ -24,10 +24,10 @@ from tpu_experiments.export.generation import generation_config, model_config
 from tpu_experiments.export.gguf import ARCHITECTURES, file_name
 from tpu_experiments.export.quantised import chosen_weights
 from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.build import describe
-from tpu_experiments.models.forward import logits_of
-from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.tasks.export.forms import WRITERS, Copy, write_layout
 from tpu_experiments.tasks.export.parity import MAX_PERPLEXITY_RATIO

@@ -13,10 +13,10 @@ from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.conversion import stored_tensors
-from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import attention_masks, logits_of
+from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.models.sources.conversion import stored_tensors
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla

@@ -19,9 +19,9 @@ from tpu_experiments.export.card import Card, page
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.export.quantised import Int8Layout, NF4Layout, write_quantised
 from tpu_experiments.export.weights import whole_model
+from tpu_experiments.models.adapters.lora import adapter_weights
+from tpu_experiments.models.adapters.quantised import Format
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.lora import adapter_weights
-from tpu_experiments.models.quantised import Format
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.tasks.export.readers import TransformersModel
 

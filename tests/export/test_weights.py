@@ -9,10 +9,10 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import Effect, whole_model
-from tpu_experiments.models.forward import attention_masks, logits_of
-from tpu_experiments.models.frozen import build_frozen
+from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.models.passes.forward import attention_masks, logits_of
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla

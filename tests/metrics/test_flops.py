@@ -7,7 +7,7 @@ from tests.training.tiny import Run, random_batch
 from tpu_experiments.metrics import flops
 from tpu_experiments.metrics import flops as flops_module
 from tpu_experiments.metrics.flops import read_decoder, trained_flops, utilisation
-from tpu_experiments.models import layer_graph
+from tpu_experiments.models.stack import layer_graph
 
 ROWS, SEQ_LEN = 2, 64
 
@@ -54,7 +54,7 @@ def test_the_program_has_the_products_that_are_counted(model: str, remat: str, l
     ("chunk", "lora"), [(SEQ_LEN, "none"), pytest.param(16, "all_linear_r8", marks=pytest.mark.slow)]
 )
 def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpu_experiments.models import mlstm
+    from tpu_experiments.models.families import mlstm
     from tpu_experiments.planning.hlo.program import read_program
     from tpu_experiments.runtime.xla.device import XlaRuntime
     from tpu_experiments.runtime.xla.programs import hlo_of
@@ -116,7 +116,7 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
     import torch
 
     from tpu_experiments.config.masking import num_places
-    from tpu_experiments.models.loss import NUM_FIRST
+    from tpu_experiments.models.passes.loss import NUM_FIRST
     from tpu_experiments.objectives.base import Computing
     from tpu_experiments.objectives.masked import Masked
     from tpu_experiments.planning.hlo.program import read_program
@@ -155,7 +155,7 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
 def test_masked_diffusion_has_the_products_of_both_sides() -> None:
     import torch
 
-    from tpu_experiments.models.loss import NUM_FIRST
+    from tpu_experiments.models.passes.loss import NUM_FIRST
     from tpu_experiments.objectives.base import Computing
     from tpu_experiments.objectives.masked_diffusion import MaskedDiffusion
     from tpu_experiments.planning.hlo.program import read_program

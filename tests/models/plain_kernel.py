@@ -2,7 +2,7 @@
 
 import torch
 
-from tpu_experiments.models.attention import bidirectional_mask, causal_mask
+from tpu_experiments.models.parts.attention import bidirectional_mask, causal_mask
 from tpu_experiments.runtime.kernels.attention import Scores
 
 

@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.plain_kernel import PlainKernel
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.models.attention import FLASH, causal_mask, flash
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.parts.attention import FLASH, causal_mask, flash
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 

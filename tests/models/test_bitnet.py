@@ -16,9 +16,17 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.quantised import TernaryLayout
-from tpu_experiments.models.bitnet import MIX, BitLinear, layers_of, mixed, ternary, ternary_shares, ternary_weights
-from tpu_experiments.models.forward import logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.bitnet import (
+    MIX,
+    BitLinear,
+    layers_of,
+    mixed,
+    ternary,
+    ternary_shares,
+    ternary_weights,
+)
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.runtime.stacked import is_stack, unstacked
 
 pytestmark = [
@@ -208,7 +216,7 @@ def source_of(folder: Any, **more: Any) -> HuggingFaceModel:
 
 
 def test_a_warm_up_begins_as_the_pretrained_llama(make_config, llama):
-    from tpu_experiments.models.build import build_model
+    from tpu_experiments.models.sources.build import build_model
 
     folder, whole = llama
     source = source_of(folder, linear_warmup_steps=9)

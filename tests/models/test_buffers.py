@@ -20,11 +20,16 @@ from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.buffers import compute_buffers, persistent_buffers, require_values, shapes_of_buffers
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.forward import logits_of
-from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.buffers import (
+    compute_buffers,
+    persistent_buffers,
+    require_values,
+    shapes_of_buffers,
+)
+from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("plain_attention")]

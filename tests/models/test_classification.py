@@ -7,10 +7,10 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from tests.models.encoders import ENCODERS, SMALL, Encoder, source_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models.build import describe
-from tpu_experiments.models.classification import class_logits, texts_of
+from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, own_labels
-from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.sources.isolation import require_isolation
 
 pytestmark = pytest.mark.xla
 LABELS = ("da", "nu", "poate")

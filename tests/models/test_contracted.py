@@ -7,10 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_experiments.models import build, lora
-from tpu_experiments.models.contracted import LinearOfHeads, contracted, forked, into_heads, out_of_heads, together
-from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.lora import LoraLinear
+from tpu_experiments.models.adapters import lora
+from tpu_experiments.models.adapters.lora import LoraLinear
+from tpu_experiments.models.parts.contracted import (
+    LinearOfHeads,
+    contracted,
+    forked,
+    into_heads,
+    out_of_heads,
+    together,
+)
+from tpu_experiments.models.parts.float32_gradients import cast_weights
+from tpu_experiments.models.sources import build
 from tpu_experiments.runtime.kernels import on_xla  # noqa: F401  # registers the products of torch_xla's runs
 from tpu_experiments.runtime.ops import apart
 

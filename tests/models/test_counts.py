@@ -2,8 +2,8 @@
 
 import pytest
 
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
 
 ALL = "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
 CASES = [

@@ -10,11 +10,11 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from tests.benchmarks.decoders import small_config, tried
-from tpu_experiments.models.attention import same_chunk
-from tpu_experiments.models.forward import attention_masks
+from tpu_experiments.models.adapters.lora import is_linear
 from tpu_experiments.models.huggingface import count_problems
-from tpu_experiments.models.lora import is_linear
-from tpu_experiments.models.rope import row_limits
+from tpu_experiments.models.parts.attention import same_chunk
+from tpu_experiments.models.parts.rope import row_limits
+from tpu_experiments.models.passes.forward import attention_masks
 
 pytestmark = [
     pytest.mark.xla,

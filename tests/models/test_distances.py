@@ -5,8 +5,8 @@ import torch
 from transformers import DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention, build_relative_position
 
-from tpu_experiments.models import distances
-from tpu_experiments.models.distances import DistanceAttention, pick_by_products, picked
+from tpu_experiments.models.parts import distances
+from tpu_experiments.models.parts.distances import DistanceAttention, pick_by_products, picked
 
 CONFIG = DebertaV2Config(
     hidden_size=32,

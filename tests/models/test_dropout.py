@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpu_experiments.models.dropout import RowDropout, drop_by_rows, dropped, hashed, noise, random_mask
-from tpu_experiments.models.layer_graph import LayerGraph
+from tpu_experiments.models.parts.dropout import RowDropout, drop_by_rows, dropped, hashed, noise, random_mask
+from tpu_experiments.models.stack.layer_graph import LayerGraph
 
 TOKENS, FEATURES, ROWS = 16384, 256, 16
 SITE = -123456789

@@ -13,12 +13,12 @@ from tests.models.plain_kernel import PlainKernel
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models.build import work_on_heads
-from tpu_experiments.models.contracted import LinearOfHeads
-from tpu_experiments.models.fold import chains_of, fold
-from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.models.parts.contracted import LinearOfHeads
+from tpu_experiments.models.passes.forward import attention_masks, logits_of
+from tpu_experiments.models.sources.build import work_on_heads
+from tpu_experiments.models.sources.isolation import require_isolation
+from tpu_experiments.models.stack.fold import chains_of, fold
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import Folding, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
@@ -96,7 +96,7 @@ def test_a_decoder_that_stays_causal_is_refused(monkeypatch):
     model = ModelConfig(name="x", path="", init="random", dtype="float32", arch=arch)
     source = HuggingFaceModel(model, seed=0, causal=False)
     monkeypatch.setattr(
-        "tpu_experiments.models.forward.bidirectional_mask",
+        "tpu_experiments.models.passes.forward.bidirectional_mask",
         lambda segments, window: attention_masks(segments, config=None),
     )
     with pytest.raises(ConfigError, match="no token changes the logits of those before it"):

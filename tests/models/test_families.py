@@ -17,11 +17,11 @@ from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 

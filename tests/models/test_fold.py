@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.models.contracted import LinearOfHeads
-from tpu_experiments.models.fold import fold
+from tpu_experiments.models.adapters.lora import LoraLinear
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.layer_graph import SAVED, in_parts, source_of
-from tpu_experiments.models.lora import LoraLinear
+from tpu_experiments.models.parts.contracted import LinearOfHeads
+from tpu_experiments.models.stack.fold import fold
+from tpu_experiments.models.stack.layer_graph import SAVED, in_parts, source_of
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked

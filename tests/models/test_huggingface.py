@@ -17,9 +17,9 @@ from tests.training.tiny import ARCHITECTURES
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.forward import attention_masks, logits_of
 from tpu_experiments.models.huggingface import HuggingFaceModel, config_from_arch
+from tpu_experiments.models.passes.forward import attention_masks, logits_of
+from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla

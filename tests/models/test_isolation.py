@@ -5,9 +5,15 @@ import torch
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models import forward, mlstm
+from tpu_experiments.models.families import mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import MOST_PARAMETERS, require_isolation, require_left_padding, small_copy
+from tpu_experiments.models.passes import forward
+from tpu_experiments.models.sources.isolation import (
+    MOST_PARAMETERS,
+    require_isolation,
+    require_left_padding,
+    small_copy,
+)
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 
@@ -57,7 +63,7 @@ def test_an_xlstm_that_does_not_end_a_document_is_refused(monkeypatch):
     def over_one_document(cell, segments_BT, *, eps):
         return mlstm.over_rows(cell, torch.ones_like(segments_BT), eps=eps)
 
-    monkeypatch.setattr("tpu_experiments.models.xlstm.over_rows", over_one_document)
+    monkeypatch.setattr("tpu_experiments.models.families.xlstm.over_rows", over_one_document)
     with pytest.raises(ConfigError, match="xlstm a document changes the logits of the next one"):
         require_isolation(source_of("xlstm"), is_packed=True)
 
@@ -109,7 +115,7 @@ def test_what_passed_is_not_checked_again(empty_cache, monkeypatch, caplog):
 def without_copies(monkeypatch) -> None:
     """Neither copy can be made, as of a class that ties its widths in a way of its own."""
     for copied in ("small_copy", "shallow_copy"):
-        monkeypatch.setattr(f"tpu_experiments.models.isolation.{copied}", lambda config: config.no_such_value)
+        monkeypatch.setattr(f"tpu_experiments.models.sources.isolation.{copied}", lambda config: config.no_such_value)
 
 
 def test_what_cannot_be_checked_is_refused_for_packed_rows_and_reported_for_others(monkeypatch, empty_cache, caplog):
@@ -122,14 +128,14 @@ def test_what_cannot_be_checked_is_refused_for_packed_rows_and_reported_for_othe
 
 
 def test_a_copy_that_stays_wide_is_not_built(monkeypatch):
-    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config)
+    monkeypatch.setattr("tpu_experiments.models.sources.isolation.small_copy", lambda config: config)
     with pytest.raises(ConfigError, match=r"the copy has [\d,]{10,} parameters"):
         require_isolation(source_of("llama", hidden_size=16384, intermediate_size=53248), is_packed=True)
     assert MOST_PARAMETERS < 10**9
 
 
 def test_a_class_that_ties_its_widths_is_checked_with_them(monkeypatch):
-    monkeypatch.setattr("tpu_experiments.models.isolation.small_copy", lambda config: config.no_such_value)
+    monkeypatch.setattr("tpu_experiments.models.sources.isolation.small_copy", lambda config: config.no_such_value)
     small = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 40}
     require_isolation(source_of("llama", num_hidden_layers=30, **small), is_packed=True)
     monkeypatch.setattr(forward, "causal_mask", lambda segments, window: causal_of_whole_rows(segments))

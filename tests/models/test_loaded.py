@@ -17,10 +17,11 @@ from tests.models.test_families import FAMILIES, SIZES
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models import buffers, build, conversion, huggingface, loaded
-from tpu_experiments.models.build import build_model
+from tpu_experiments.models import huggingface
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named
-from tpu_experiments.models.loaded import difference, fault_of_written, part_of, require_loaded, with_layers
+from tpu_experiments.models.sources import buffers, build, conversion, loaded
+from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.models.sources.loaded import difference, fault_of_written, part_of, require_loaded, with_layers
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.setup import check_loaded, set_up
 

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.loading_memory import MIB, arch, measure, write_checkpoint
 from tests.tiers import only
 from tpu_experiments.metrics.flops import read_decoder
-from tpu_experiments.models.build import TRIM_BYTES
+from tpu_experiments.models.sources.build import TRIM_BYTES
 from tpu_experiments.planning.work import base_bytes
 
 LIMIT = 1.15

@@ -16,10 +16,10 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import MaskedConfig
 from tpu_experiments.export.full import write_model
-from tpu_experiments.models.classification import class_logits, texts_of
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import small_copy
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.isolation import small_copy
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.classify import Classify
 from tpu_experiments.objectives.masked import Masked

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.training.tiny import ARCHITECTURES, Run, plain_config, random_batch
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.forward import attention_masks, logits_of, row_losses
+from tpu_experiments.models.passes.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import MAGNITUDE
 

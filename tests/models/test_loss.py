@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_experiments.models import loss
-from tpu_experiments.models.forward import row_losses, target_weights
-from tpu_experiments.models.loss import chunked_row_losses
+from tpu_experiments.models.passes import loss
+from tpu_experiments.models.passes.forward import row_losses, target_weights
+from tpu_experiments.models.passes.loss import chunked_row_losses
 from tpu_experiments.runtime.ops import python_loop
 
 pytestmark = pytest.mark.xla

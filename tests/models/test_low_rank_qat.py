@@ -19,12 +19,8 @@ from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.calibrated import GridForm, TrainedGrid
 from tpu_experiments.export.quantised import write_quantised
 from tpu_experiments.export.weights import Effect, whole_model
-from tpu_experiments.models.build import describe
-from tpu_experiments.models.forward import logits_of
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.lora import RoundedLinear
-from tpu_experiments.models.low_rank_qat import (
+from tpu_experiments.models.adapters.lora import RoundedLinear
+from tpu_experiments.models.adapters.low_rank_qat import (
     EXPONENT,
     decoded,
     fixed_point,
@@ -33,6 +29,10 @@ from tpu_experiments.models.low_rank_qat import (
     rounded_product,
     rounded_tokens,
 )
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.quantisation.grid import Grid, over_columns
 from tpu_experiments.runtime.eager import EagerRuntime

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny import ARCHITECTURES, Run, plain_config
-from tpu_experiments.models.forward import attention_masks, logits_of, target_weights
+from tpu_experiments.models.passes.forward import attention_masks, logits_of, target_weights
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tpu_experiments.config.recurrence import CHUNK_TOKENS, chunk_of
-from tpu_experiments.models.mlstm import Cell, one_token, over_rows, with_last_state
+from tpu_experiments.models.families.mlstm import Cell, one_token, over_rows, with_last_state
 
 LENGTHS = (5, 1, 17, 9, 4)
 """Documents of the row, the last one padding; chunks of 8 tokens have borders within, at and across them."""

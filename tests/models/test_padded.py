@@ -13,9 +13,9 @@ from tests.models.test_contracted import outcome, random
 from tests.training.tiny import Run, built, random_batch
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models import build, lora, padded
-from tpu_experiments.models.lora import LoraLinear, Siblings
-from tpu_experiments.models.padded import (
+from tpu_experiments.models.adapters import lora, padded
+from tpu_experiments.models.adapters.lora import LoraLinear, Siblings
+from tpu_experiments.models.adapters.padded import (
     below,
     beside,
     weights_with_adapters,
@@ -23,6 +23,7 @@ from tpu_experiments.models.padded import (
     with_low,
     with_padding,
 )
+from tpu_experiments.models.sources import build
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_xla  # registers the products of torch_xla's runs

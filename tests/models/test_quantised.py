@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from tests.tiers import only
 from tests.training.tiny import ARCHITECTURES, Run, built, random_batch
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
-from tpu_experiments.models.quantised import (
+from tpu_experiments.models.adapters.quantised import (
     ABSMAX,
     NESTED,
     OFFSET,
@@ -19,6 +17,8 @@ from tpu_experiments.models.quantised import (
     frozen_product,
     quantised_shapes,
 )
+from tpu_experiments.models.huggingface import HuggingFaceModel, ShapesOfModel
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.dynamic_type import SIGNED
 from tpu_experiments.runtime.eager import EagerRuntime
 
@@ -134,7 +134,7 @@ def test_widths_that_nf4_cannot_hold_are_refused(make_config):
 
 
 def built_shapes(source, config):
-    from tpu_experiments.models.build import describe
+    from tpu_experiments.models.sources.build import describe
 
     return describe(source, lora=config.lora)
 

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.model_schema import SAVED
-from tpu_experiments.models.recomputed import RecomputedLayers, is_recomputed
+from tpu_experiments.models.stack.recomputed import RecomputedLayers, is_recomputed
 from tpu_experiments.runtime.eager import EagerRuntime
 
 EAGER = ("model.size=tiny", "model.dtype=float32", "hw.runtime=eager")
@@ -135,7 +135,7 @@ def test_unrolled_layers_save_everything(gradients_of):
 
 def test_inputs_of_layers_are_moved_to_host_memory(gradients_of, monkeypatch):
     """On a CPU the host is the device, so what is asked for is all that can be seen here."""
-    from tpu_experiments.models import recomputed
+    from tpu_experiments.models.stack import recomputed
 
     asked = []
     own = recomputed.save_on_cpu

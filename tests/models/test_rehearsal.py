@@ -4,8 +4,8 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 SIZES = {

@@ -13,8 +13,8 @@ from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel, config_from_arch
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.training.card import _usage
 
 PACKAGE = Path(__file__).parents[2] / "tpu_experiments"

@@ -8,9 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.models.plain_kernel import PlainKernel
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models import rope
-from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.parts import rope
+from tpu_experiments.models.parts.attention import FLASH
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
 
 pytestmark = pytest.mark.xla

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.training.tiny import ARCHITECTURES, built, random_batch
-from tpu_experiments.models import loss
-from tpu_experiments.models.forward import logits_of, target_weights
-from tpu_experiments.models.loss import next_token_scores
+from tpu_experiments.models.passes import loss
+from tpu_experiments.models.passes.forward import logits_of, target_weights
+from tpu_experiments.models.passes.loss import next_token_scores
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime

@@ -6,7 +6,7 @@ import torch
 from tpu_experiments.checkpoint.errors import UnprovenError
 from tpu_experiments.checkpoint.progress import Progress
 from tpu_experiments.checkpoint.proof import InitialTensors
-from tpu_experiments.models.lora import MAX_ELEMENTS, effects, fingerprint, fingerprints, num_changed
+from tpu_experiments.models.adapters.lora import MAX_ELEMENTS, effects, fingerprint, fingerprints, num_changed
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

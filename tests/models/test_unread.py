@@ -13,10 +13,10 @@ from tests.models.encoders import ENCODERS, SMALL
 from tests.models.test_families import FAMILIES, SIZES, alone
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models import unread
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.forward import logits_of
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources import unread
+from tpu_experiments.models.sources.build import build_model
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("plain_attention")]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -20,9 +20,9 @@ from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models import mlstm
+from tpu_experiments.models.families import mlstm
+from tpu_experiments.models.families.xlstm import xLSTMForCausalLM
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.xlstm import xLSTMForCausalLM
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.runtime.xla.replay import NUM_FIRST

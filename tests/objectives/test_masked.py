@@ -16,7 +16,7 @@ from tests.objectives.test_replaced_token import num_reads
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import MOST_PIECES, num_places
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.models.dropout import token_words
+from tpu_experiments.models.parts.dropout import token_words
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges, starts_of
 from tpu_experiments.runtime.processes.launch import make_runtime

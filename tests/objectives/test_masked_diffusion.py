@@ -14,7 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation
+from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.masked_diffusion import MaskedDiffusion, times
 from tpu_experiments.runtime.processes.launch import make_runtime

@@ -10,7 +10,7 @@ from transformers import AutoModelForMaskedLM
 from tests.models.encoders import packed_rows
 from tests.training.runs import finished, losses, run
 from tpu_experiments.loggers.closing_lines import summary
-from tpu_experiments.models.forward import logits_of
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.xla

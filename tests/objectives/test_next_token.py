@@ -14,7 +14,7 @@ from tests.training.tiny import Run, built, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.models.forward import logits_of, target_weights
+from tpu_experiments.models.passes.forward import logits_of, target_weights
 from tpu_experiments.objectives.base import Computing, objective_of
 from tpu_experiments.objectives.next_token import NextToken
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -116,7 +116,7 @@ OWN = '''
 
 import torch
 
-from tpu_experiments.models.forward import logits_of, row_losses
+from tpu_experiments.models.passes.forward import logits_of, row_losses
 
 
 class Half:
@@ -136,7 +136,7 @@ class Half:
         return self._weights(rows).sum()
 
     def _weights(self, rows):
-        from tpu_experiments.models.forward import target_weights
+        from tpu_experiments.models.passes.forward import target_weights
 
         return target_weights(self.chosen(rows))[1]
 

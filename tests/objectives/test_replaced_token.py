@@ -27,7 +27,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import replaced_token_flops
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.held_out import detection as detection_measures
-from tpu_experiments.models.gumbel import gumbel, sampled
+from tpu_experiments.models.passes.gumbel import gumbel, sampled
 from tpu_experiments.models.replaced_token import (
     SHARED,
     WORDS,

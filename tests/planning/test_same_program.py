@@ -14,7 +14,7 @@ SHARDED = ("hw.parallel=spmd", "hw.num_devices=4", "trainer.micro_batch_rows=2")
 SIZES = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
 PADDED = ("model=qwen05b", "model.size=tiny", "model.stack=unrolled", "sharding=replicated", "lora=all_linear_r8")
 PADDED = (*PADDED, *(f"model.tiny_arch.{key}={n}" for key, n in SIZES.items()))
-"""Weights that a step writes its adapters into (models/padded.py)."""
+"""Weights that a step writes its adapters into (models/adapters/padded.py)."""
 FOLDED = (*PADDED, "model.stack=scanned", "model.tiny_arch.num_hidden_layers=2")
 MESHES = (
     (),

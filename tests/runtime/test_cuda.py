@@ -16,9 +16,9 @@ from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.state import zero_state
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.contracted import into_heads
-from tpu_experiments.models.float32_gradients import product
-from tpu_experiments.models.quantised import Format, frozen_product
+from tpu_experiments.models.adapters.quantised import Format, frozen_product
+from tpu_experiments.models.parts.contracted import into_heads
+from tpu_experiments.models.parts.float32_gradients import product
 from tpu_experiments.optim.adafactor import Adafactor
 from tpu_experiments.optim.adamw8bit import AdamW8bit
 from tpu_experiments.optim.base import Optimizer

@@ -176,8 +176,8 @@ def test_heads_divide_over_the_devices_that_share_them():
 )
 @pytest.mark.xla
 def test_the_shipped_meshes_fit_every_model(make_config, model, lora, name, mesh):
-    from tpu_experiments.models.build import describe
     from tpu_experiments.models.huggingface import HuggingFaceModel
+    from tpu_experiments.models.sources.build import describe
 
     config = make_config(f"model={model}", "model.init=random", f"sharding={name}", f"lora={lora}")
     module, _ = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)
@@ -196,8 +196,8 @@ def test_the_shipped_meshes_fit_every_model(make_config, model, lora, name, mesh
 @pytest.mark.parametrize("num_devices", [1, 4, 8])
 @pytest.mark.xla
 def test_the_shipped_table_fits_every_model(make_config, model, num_devices):
-    from tpu_experiments.models.build import describe
     from tpu_experiments.models.huggingface import HuggingFaceModel
+    from tpu_experiments.models.sources.build import describe
 
     config = make_config(f"model={model}", "model.init=random", "sharding=fsdp", "lora=all_linear_r8")
     module, _ = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)

@@ -17,7 +17,7 @@ from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.models.attention import flash
+from tpu_experiments.models.parts.attention import flash
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores, install_attention_kernel
 from tpu_experiments.runtime.kernels.on_xla import XlaAttention, attention_kernel_for
 

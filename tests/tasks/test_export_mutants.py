@@ -12,8 +12,8 @@ from tests.export.mutants import MUTANTS, SOUND, mutated
 from tests.export.test_every_form import subject as subject_from
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ExportTaskConfig, ParityConfig
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.tasks.export import proof as proofs
 from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.parity import Texts

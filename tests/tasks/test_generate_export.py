@@ -10,7 +10,7 @@ import torch
 from tests.tasks.tiny_run import TOKENIZER, write_form, write_run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.models.quantised import Format
+from tpu_experiments.models.adapters.quantised import Format
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks import evaluate, generate
 from tpu_experiments.tasks.export.forms import WRITERS

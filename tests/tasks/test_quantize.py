@@ -18,9 +18,9 @@ from tpu_experiments.config.task_schema import QuantizeTaskConfig, exporting_pro
 from tpu_experiments.export.quantised import chosen_weights
 from tpu_experiments.export.vector_model import read_vector_model
 from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.forward import logits_of
-from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.tasks.export.readers import TransformersModel
 from tpu_experiments.tasks.quantize import _read as read_back
 from tpu_experiments.tasks.quantize import form_of

@@ -12,8 +12,8 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.subject import subject_of

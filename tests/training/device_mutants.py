@@ -20,7 +20,9 @@ from torch import Tensor
 
 from tests.config.composing import composed
 from tpu_experiments.metrics.goodput import Stopwatch
-from tpu_experiments.models import forward, replaced_token, rope
+from tpu_experiments.models import replaced_token
+from tpu_experiments.models.parts import rope
+from tpu_experiments.models.passes import forward
 from tpu_experiments.runtime.kernels.attention import Scores, install_attention_kernel
 from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.tasks.setup import make_inputs

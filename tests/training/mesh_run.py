@@ -2,7 +2,7 @@
 
     python -m tests.training.mesh_run [--beside] OVERRIDE...
 
-With --beside, small weights too are padded to hold their adapters (models/padded.py), and at least one has to be.
+With --beside, small weights too are padded to hold their adapters (adapters/padded.py), and at least one has to be.
 
 One JSON object: the largest difference of a loss and of a trained parameter, the losses' own movement, and what lies
 elsewhere than its rule says, after the steps.
@@ -30,7 +30,8 @@ def main(*words: str) -> None:
     is_beside = len(overrides) < len(words)
     config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
-    from tpu_experiments.models import build, lora, padded
+    from tpu_experiments.models.adapters import lora, padded
+    from tpu_experiments.models.sources import build
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     if is_beside:

@@ -12,8 +12,8 @@ from tests.training.tiny import built, random_batch
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.tokens.widths import widths_of
-from tpu_experiments.models.forward import logits_of, target_weights
-from tpu_experiments.models.loss import next_token_scores
+from tpu_experiments.models.passes.forward import logits_of, target_weights
+from tpu_experiments.models.passes.loss import next_token_scores
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime

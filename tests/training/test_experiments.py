@@ -64,7 +64,12 @@ def test_two_lengths_are_two_programs(tmp_path):
 
 
 def test_main_job_leaves_a_whole_run_folder(tmp_path):
-    overrides = ("trainer.max_stage_steps=4", "trainer.log_every_steps=2", "trainer.eval_every_steps=3", "sample.at=evaluations")
+    overrides = (
+        "trainer.max_stage_steps=4",
+        "trainer.log_every_steps=2",
+        "trainer.eval_every_steps=3",
+        "sample.at=evaluations",
+    )
     prompts = ("Scrie o poveste.", "Unde este București?")
     result = finished(*overrides, f"sample.prompts={list(prompts)}", output_dir=tmp_path)
     folder = tmp_path / result["name"]

@@ -15,7 +15,7 @@ from tests.training.test_window import pending
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
 from tpu_experiments.checkpoint.state import flat, read_state, zero_state
 from tpu_experiments.config.schema import GuardConfig
-from tpu_experiments.models.loss import chunked_row_losses
+from tpu_experiments.models.passes.loss import chunked_row_losses
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.loss_scale import FIRST, GOOD, GROWTH_STEPS, LEAST, SCALE, LossScaled, adapted, scale_of
 from tpu_experiments.runtime.eager import EagerRuntime

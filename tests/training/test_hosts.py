@@ -22,7 +22,7 @@ from tpu_experiments.checkpoint.reading import tensors_below
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.targets import locate
-from tpu_experiments.models.build import describe
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.storage.run_folder import RunFolder

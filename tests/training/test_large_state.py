@@ -21,7 +21,7 @@ from tpu_experiments.checkpoint import reading
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.state import flat, read_state, snapshot
 from tpu_experiments.checkpoint.store import latest_step
-from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.storage import paths, retry
 
 pytestmark = pytest.mark.usefixtures("plain_attention")

@@ -8,7 +8,7 @@ import torch
 from tests.checkpoint.saved import load_latest
 from tests.training.runs import finished
 from tests.training.tiny import built, random_batch
-from tpu_experiments.models.forward import attention_masks, logits_of
+from tpu_experiments.models.passes.forward import attention_masks, logits_of
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = [

@@ -8,7 +8,7 @@ from torch import nn
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.models.dropout import RowDropout
+from tpu_experiments.models.parts.dropout import RowDropout
 from tpu_experiments.training.batches import has_noise, training_tensors, with_step_noise
 
 ROWS = 24

@@ -9,10 +9,10 @@ import torch
 from tests.models.test_lora_peft import peft_loss, peft_name
 from tests.training.tiny import ARCHITECTURES, built, plain_config, random_batch
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.dropout import NOISE, threshold_of
-from tpu_experiments.models.lora import scale_of
-from tpu_experiments.models.packed import Chosen, by_adapter, joined_rows, rows_of_each
+from tpu_experiments.models.adapters.lora import scale_of
+from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each
+from tpu_experiments.models.parts.dropout import NOISE, threshold_of
+from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.optim.adamw import AdamW

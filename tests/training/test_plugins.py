@@ -14,7 +14,7 @@ TRAINER = '''
 
 import torch
 
-from tpu_experiments.models.forward import logits_of, row_losses, target_weights
+from tpu_experiments.models.passes.forward import logits_of, row_losses, target_weights
 from tpu_experiments.training.trainer import Trainer
 
 

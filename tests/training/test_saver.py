@@ -23,7 +23,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.data.batches import Batch
-from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.spool import Spool

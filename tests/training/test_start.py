@@ -16,8 +16,8 @@ from tests.jobs import of_tiny_job
 from tests.training.runs import REPOSITORY, SAME_SUMS, finished, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.build import describe
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.training.start import find_start
 

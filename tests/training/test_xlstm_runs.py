@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_loads_the_export_and_goes_on_writing_from_its_cache(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tpu_experiments.models.xlstm import xLSTMForCausalLM
+    from tpu_experiments.models.families.xlstm import xLSTMForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).eval()
     result = json.loads((trained / "result.json").read_text())

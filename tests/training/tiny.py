@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.build import BuiltModel, build_model
-from tpu_experiments.models.dropout import NOISE
-from tpu_experiments.models.padded import with_adapters
+from tpu_experiments.models.adapters.padded import with_adapters
+from tpu_experiments.models.parts.dropout import NOISE
+from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.adamw import AdamW

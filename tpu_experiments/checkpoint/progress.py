@@ -129,7 +129,7 @@ class Progress:
     start: dict[str, Any] | None = None
     """Lineage of the warm start (training/start.py); None without one."""
     start_marks: dict[str, str] = field(default_factory=dict)
-    """Fingerprint (models/lora.py) of every tensor taken from the warm start's source."""
+    """Fingerprint (models/adapters/lora.py) of every tensor taken from the warm start's source."""
     guard: GuardState = field(default_factory=GuardState)
     canary: dict[str, Any] | None = None
     """Findings of the gradients' canary, and under `losses` of the losses'; None if neither ran."""

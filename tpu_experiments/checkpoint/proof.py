@@ -22,9 +22,9 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.export.full import BUFFERS, MODEL
 from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
-from tpu_experiments.models.buffers import persistent_buffers
-from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.models.lora import A, B, effects, num_changed
+from tpu_experiments.models.adapters.lora import A, B, effects, num_changed
+from tpu_experiments.models.sources.buffers import persistent_buffers
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude
 from tpu_experiments.storage import paths, strict_json
@@ -42,7 +42,7 @@ class InitialTensors:
     """Initial state that trained tensors are compared with."""
 
     fingerprints: Mapping[str, str]
-    """Fingerprint of every trained tensor's initial value (models/lora.py)."""
+    """Fingerprint of every trained tensor's initial value (models/adapters/lora.py)."""
     adapters: Tensors = field(default_factory=dict)
     """Initial A and B whose product is not zero (PiSSA, LoftQ); empty for other initialisations."""
     is_adapter: bool = True

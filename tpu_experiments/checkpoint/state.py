@@ -20,7 +20,7 @@ from tpu_experiments.checkpoint.progress import Progress
 from tpu_experiments.checkpoint.reading import Groups, boxes_in, without_values
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.build import return_freed_memory
+from tpu_experiments.models.sources.build import return_freed_memory
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.ema import LAG
 from tpu_experiments.runtime.base import Runtime

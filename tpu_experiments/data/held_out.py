@@ -79,7 +79,7 @@ class HeldOutRows:
         """Return values (L,) of the predicted tokens, 0 for the others.
 
         Args:
-            values_NT: the value of each token at the position before it, as `models/loss.py` returns them.
+            values_NT: the value of each token at the position before it, as `models/passes/loss.py` returns them.
         """
         values_L = np.zeros(num_tokens, np.float64)
         learn_NT = self.rows.learn_NT[:, 1:]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.export.weights import WholeModel
-from tpu_experiments.models.fold import LayerCall, decoder_layers
-from tpu_experiments.models.forward import model_inputs
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import model_inputs
+from tpu_experiments.models.stack.fold import LayerCall, decoder_layers
 from tpu_experiments.quantisation.grid import proxy_error
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import chunks_of, tensors_in

@@ -23,7 +23,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from tpu_experiments.export.weights import WholeModel
-from tpu_experiments.models.lora import scale_of
+from tpu_experiments.models.adapters.lora import scale_of
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

@@ -29,7 +29,7 @@ LOW_RANK = ("lora_A", "lora_B")
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
 ROUNDED = "LR_QAT"
-"""`peft_type` of adapters of rounded weights (models/low_rank_qat.py), which are this program's alone."""
+"""`peft_type` of adapters of rounded weights (models/adapters/low_rank_qat.py), which are this program's alone."""
 
 
 def write_adapter(

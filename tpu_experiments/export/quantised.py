@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import Effect, WholeModel
-from tpu_experiments.models.bitnet import ternary
-from tpu_experiments.models.quantised import ABSMAX, BLOCK, NESTED, NESTED_BLOCK, NF4, OFFSET, SCALE, Format
+from tpu_experiments.models.adapters.quantised import ABSMAX, BLOCK, NESTED, NESTED_BLOCK, NF4, OFFSET, SCALE, Format
+from tpu_experiments.models.parts.bitnet import ternary
 from tpu_experiments.runtime.dynamic_type import SIGNED
 
 HEAD = "lm_head"

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
-from tpu_experiments.models.buffers import persistent_buffers, shapes_of_buffers
-from tpu_experiments.models.frozen import describe_trained, require_finite_parts, require_whole
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import (
+from tpu_experiments.models.adapters.lora import (
     MAGNITUDE,
     A,
     B,
@@ -22,8 +19,11 @@ from tpu_experiments.models.lora import (
     lengths_of_rows,
     scale_of,
 )
-from tpu_experiments.models.low_rank_qat import decoded, grid_of
-from tpu_experiments.models.quantised import format_of, quantised_shapes
+from tpu_experiments.models.adapters.low_rank_qat import decoded, grid_of
+from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
+from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
+from tpu_experiments.models.sources.frozen import describe_trained, require_finite_parts, require_whole
 from tpu_experiments.storage.tensors import require_finite
 
 

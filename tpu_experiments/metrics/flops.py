@@ -268,7 +268,7 @@ def _read_encoder(arch: Any, *, kind: str) -> Encoder:
 
 @dataclass(frozen=True)
 class Recurrent(Decoder):
-    """Sizes of an xLSTM (models/xlstm.py); `head_dim` is the width of a head's values."""
+    """Sizes of an xLSTM (models/families/xlstm.py); `head_dim` is the width of a head's values."""
 
     query_dim: int
     """Width of a head's queries and keys."""
@@ -493,7 +493,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
 
     Attention is over the whole row, or the window on both sides: no causal half. The head is of the places for masked
     tokens alone. DeBERTa's embeddings of distances are projected once a micro-batch, which is not counted. Of
-    Longformer's attention the band is counted, though all pairs of tokens are computed (models/longformer.py), for
+    Longformer's attention the band is counted, though all pairs of tokens are computed (families/longformer.py), for
     global tokens once more; of a classifier the global projections are counted, of every token.
 
     Args:

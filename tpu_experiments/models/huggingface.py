@@ -38,16 +38,23 @@ from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
-from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.bitnet import ONLINE, bitnet_config, is_new_norm
-from tpu_experiments.models.buffers import (
+from tpu_experiments.models.families.longformer import MODEL_TYPE as LONGFORMER
+from tpu_experiments.models.families.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
+from tpu_experiments.models.families.xlstm import MODEL_TYPE as XLSTM
+from tpu_experiments.models.families.xlstm import require_settings as require_xlstm_settings
+from tpu_experiments.models.families.xlstm import xLSTMForCausalLM
+from tpu_experiments.models.parts.attention import FLASH
+from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
+from tpu_experiments.models.parts.experts import EVERY_EXPERT
+from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
+from tpu_experiments.models.sources.buffers import (
     compute_buffers,
     keep_made_tensors,
     persistent_buffers,
     put_buffer,
     require_values,
 )
-from tpu_experiments.models.conversion import (
+from tpu_experiments.models.sources.conversion import (
     AnyStored,
     ConvertedTensor,
     converted_tensors,
@@ -55,14 +62,7 @@ from tpu_experiments.models.conversion import (
     stored_tensors,
     with_packed,
 )
-from tpu_experiments.models.experts import EVERY_EXPERT
-from tpu_experiments.models.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
-from tpu_experiments.models.longformer import MODEL_TYPE as LONGFORMER
-from tpu_experiments.models.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
-from tpu_experiments.models.unread import require_known
-from tpu_experiments.models.xlstm import MODEL_TYPE as XLSTM
-from tpu_experiments.models.xlstm import require_settings as require_xlstm_settings
-from tpu_experiments.models.xlstm import xLSTMForCausalLM
+from tpu_experiments.models.sources.unread import require_known
 from tpu_experiments.quantisation.parts import PartsLayout, layout_of, rounds_inputs
 from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.paths import find_local
@@ -364,7 +364,7 @@ class HuggingFaceModel:
         return self.model.path if local is None else str(local)
 
     def empty(self) -> nn.Module:
-        """Build the module with parameters on the meta device and its buffers (models/buffers.py) on the host.
+        """Build the module with parameters on the meta device and its buffers (models/sources/buffers.py) on the host.
 
         Raises:
             ConfigError: its config's values are inconsistent, or the checkpoint lacks a buffer or has a broken one.
@@ -496,7 +496,7 @@ class HuggingFaceModel:
 
         Raises:
             ConfigError: there are no safetensors, a parameter is missing, its shape is not that of config.json, or the
-                checkpoint has tensors that nothing reads (models/unread.py).
+                checkpoint has tensors that nothing reads (models/sources/unread.py).
         """
         if self.random:
             return

@@ -27,10 +27,10 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrain
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL
-from tpu_experiments.models.attention import bidirectional_mask
-from tpu_experiments.models.dropout import NOISE, noise, other_noise
-from tpu_experiments.models.float32_gradients import cast_weights
 from tpu_experiments.models.huggingface import OWN_HEAD, HuggingFaceModel, ModelPart
+from tpu_experiments.models.parts.attention import bidirectional_mask
+from tpu_experiments.models.parts.dropout import NOISE, noise, other_noise
+from tpu_experiments.models.parts.float32_gradients import cast_weights
 
 WORDS = "embeddings.word_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"

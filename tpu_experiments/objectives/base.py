@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.loss import Scores
+from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
@@ -90,7 +90,7 @@ class Objective(Protocol):
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
     causal: bool
     """Whether a token attends to those before it alone, which is the default, or to its whole document. The objective
-    passes it to `logits_of` and `hidden_of` (models/forward.py). Without it, runs write no samples."""
+    passes it to `logits_of` and `hidden_of` (models/passes/forward.py). Without it, runs write no samples."""
     head: str
     """What the model has on top of its layers: `causal_lm`, which is the default, `masked_lm` or
     `sequence_classification` (`HEADS` in models/huggingface.py), or `own` where `model._target_` makes the model."""
@@ -196,7 +196,7 @@ def writes_text(config: Config) -> bool:
 
 
 def denoises(config: Config) -> bool:
-    """Return whether the model writes text by filling masked tokens (models/denoising.py)."""
+    """Return whether the model writes text by filling masked tokens (models/passes/denoising.py)."""
     return isinstance(config.objective, MaskedDiffusionConfig)
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_experiments.metrics.labels import accuracy, f1_of_labels, macro_f1, majority_rate
-from tpu_experiments.models.classification import class_logits, texts_of
-from tpu_experiments.models.loss import Scores
+from tpu_experiments.models.families.classification import class_logits, texts_of
+from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.objectives.base import ASSUMED_LABELS, Computing, Rows, Summary
 
 

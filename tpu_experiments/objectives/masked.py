@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import MOST_PIECES, num_places
 from tpu_experiments.data.tokens.word_starts import word_starts
-from tpu_experiments.models.dropout import NOISE, place_words, token_words
-from tpu_experiments.models.forward import masked_features
-from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
+from tpu_experiments.models.parts.dropout import NOISE, place_words, token_words
+from tpu_experiments.models.passes.forward import masked_features
+from tpu_experiments.models.passes.loss import Scores, chunked_losses, chunked_scores
 from tpu_experiments.objectives.base import Computing, Rows
 
 CHOSEN, REPLACED, RANDOM = range(3)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.models.dropout import GOLDEN, NOISE, token_words, uniform
-from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
-from tpu_experiments.models.loss import Scores, chunked_losses, chunked_scores
+from tpu_experiments.models.parts.dropout import GOLDEN, NOISE, token_words, uniform
+from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.models.passes.loss import Scores, chunked_losses, chunked_scores
 from tpu_experiments.objectives.base import Computing, Rows, Summary
 from tpu_experiments.objectives.masked import CHOSEN, vocabulary_of
 

@@ -4,8 +4,15 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from tpu_experiments.models.forward import has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of, target_weights
-from tpu_experiments.models.loss import Scores, chunked_row_losses, next_token_scores
+from tpu_experiments.models.passes.forward import (
+    has_plain_head,
+    hidden_of,
+    logits_of,
+    row_losses,
+    soft_cap_of,
+    target_weights,
+)
+from tpu_experiments.models.passes.loss import Scores, chunked_row_losses, next_token_scores
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 

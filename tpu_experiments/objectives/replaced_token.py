@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.models.dropout import NOISE, token_words
-from tpu_experiments.models.float32_gradients import product
-from tpu_experiments.models.gumbel import sampled
-from tpu_experiments.models.loss import Scores
+from tpu_experiments.models.parts.dropout import NOISE, token_words
+from tpu_experiments.models.parts.float32_gradients import product
+from tpu_experiments.models.passes.gumbel import sampled
+from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.models.replaced_token import GENERATOR, generator_hidden_of, replaced_logits_of
 from tpu_experiments.objectives.base import Computing, Rows, Summary
 from tpu_experiments.objectives.masked import RANDOM, Masked

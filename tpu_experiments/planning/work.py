@@ -107,7 +107,7 @@ class StepSettings:
 
 
 def matrix_bytes(rows: int, columns: int, *, base: str, double_quant: bool, item_bytes: int) -> float:
-    """Return the bytes of a frozen matrix and its scales (models/quantised.py)."""
+    """Return the bytes of a frozen matrix and its scales (models/adapters/quantised.py)."""
     elements = rows * columns
     if base == "int8":
         return elements + 4 * rows

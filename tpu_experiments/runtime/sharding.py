@@ -93,7 +93,7 @@ class ShardingTable:
         for glob, given in self.rules.items():
             if not name or not _matches(glob, name):
                 continue
-            if is_adapter_part(name) and len(shape) == len(given) + 1:  # packed adapters (models/packed.py)
+            if is_adapter_part(name) and len(shape) == len(given) + 1:  # packed adapters (models/adapters/packed.py)
                 return (None, *self._axes(name, shape[1:]))
             if len(given) != len(shape):
                 raise ConfigError(f"sharding.rules[{glob!r}]={given} has {len(given)} entries but {name} is {shape}.")

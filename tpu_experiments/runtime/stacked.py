@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 SIDE_TENSORS = ("weight_scale", "weight_absmax", "weight_nested", "weight_offset")
-"""Last parts of the names of the scales of quantised weights, whose codes are called `weight` (models/quantised.py)."""
+"""Last parts of the names of the scales of quantised weights, whose codes are called `weight` (quantised.py)."""
 MAGNITUDE = "lora_magnitude_vector"
-"""Last part of the name of DoRA's trained lengths of rows (models/dora.py), as in PEFT."""
+"""Last part of the name of DoRA's trained lengths of rows (models/adapters/dora.py), as in PEFT."""
 LEARNT_SCALE = "lora_weight_scale"
-"""Last part of the name of the trained scales of rounded weights (models/low_rank_qat.py)."""
+"""Last part of the name of the trained scales of rounded weights (models/adapters/low_rank_qat.py)."""
 ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE, LEARNT_SCALE)
-"""Last parts of the names of an adapter's trained tensors (models/lora.py)."""
+"""Last parts of the names of an adapter's trained tensors (models/adapters/lora.py)."""
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
 

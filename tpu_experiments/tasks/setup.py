@@ -18,13 +18,13 @@ from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.steps.epochs import write_epochs
-from tpu_experiments.models.build import describe, shapes_of_base
-from tpu_experiments.models.forward import first_position
+from tpu_experiments.models.adapters.lora import require_read_by_peft
 from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, OWN_HEAD, HuggingFaceModel
-from tpu_experiments.models.isolation import require_isolation
-from tpu_experiments.models.loaded import require_loaded
-from tpu_experiments.models.lora import require_read_by_peft
-from tpu_experiments.models.rope import row_limits
+from tpu_experiments.models.parts.rope import row_limits
+from tpu_experiments.models.passes.forward import first_position
+from tpu_experiments.models.sources.build import describe, shapes_of_base
+from tpu_experiments.models.sources.isolation import require_isolation
+from tpu_experiments.models.sources.loaded import require_loaded
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.decay_groups import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts

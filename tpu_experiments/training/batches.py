@@ -37,9 +37,9 @@ from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
 from tpu_experiments.data.weights import WeightedRows, row_shares
-from tpu_experiments.models.bitnet import MIX
-from tpu_experiments.models.dropout import drops_by_rows, random_words
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.bitnet import MIX
+from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
 from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths

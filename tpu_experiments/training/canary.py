@@ -24,8 +24,8 @@ from tpu_experiments.checkpoint.state import are_sharded_over_hosts, flat, to_ho
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
-from tpu_experiments.models.build import build_model
-from tpu_experiments.models.lora import A, B
+from tpu_experiments.models.adapters.lora import A, B
+from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded

@@ -3,7 +3,7 @@
 Sums stay on the device and are read once at the end. Accuracy and bits per byte (metrics/held_out.py) come from the
 same program as the loss; a trainer with a custom loss reports the loss alone. A sample takes a full forward pass over a
 fixed window for every token, without a cache: fast enough for some dozen tokens, and it uses the live parameters
-(models/generation.py has a cache). Legend: N all rows, G global batch, R prompts, T tokens, V vocabulary.
+(models/passes/generation.py has a cache). Legend: N all rows, G global batch, R prompts, T tokens, V vocabulary.
 """
 
 import logging
@@ -29,10 +29,17 @@ from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
-from tpu_experiments.models.dropout import NOISE, hashed, random_words
-from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
-from tpu_experiments.models.gumbel import sampled
-from tpu_experiments.models.loss import TokenScores
+from tpu_experiments.models.parts.dropout import NOISE, hashed, random_words
+from tpu_experiments.models.passes.forward import (
+    capped,
+    has_plain_head,
+    hidden_of,
+    logits_of,
+    soft_cap_of,
+    target_weights,
+)
+from tpu_experiments.models.passes.gumbel import sampled
+from tpu_experiments.models.passes.loss import TokenScores
 from tpu_experiments.objectives.base import Measured
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime

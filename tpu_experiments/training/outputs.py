@@ -29,10 +29,10 @@ from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
 from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan
 from tpu_experiments.loggers.result import write_result
 from tpu_experiments.metrics.goodput import parts_text
-from tpu_experiments.models.buffers import persistent_buffers, shapes_of_buffers
-from tpu_experiments.models.build import BuiltModel
+from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.lora import adapted_weights
+from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import has_perplexity, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown

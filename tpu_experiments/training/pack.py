@@ -3,7 +3,7 @@
 Every run is a whole `Trainer` with its own data, parameters, optimizer state, checkpoints and logs, in a thread of its
 own. Threads never run at once: one has the turn until it ends or waits for its next step, in the order of their
 numbers, so that a pack does the same in every start. Once all that are left wait, one program computes a step of each
-(models/packed.py). Those that have ended keep their places in it, with rows of padding, and nothing of theirs changes.
+(packed.py). Those that have ended keep their places in it, with rows of padding, and nothing of theirs changes.
 What is not a training step (evaluations, samples, checkpoints) is done run by run, by programs that a number on the
 device tells which adapter to use, so that they are compiled once.
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.build import BuiltModel, build_model
-from tpu_experiments.models.dropout import NOISE, THRESHOLDS, threshold_of
-from tpu_experiments.models.lora import LoraLinear, ParameterReport, drawn_adapters, fingerprints, scale_of
-from tpu_experiments.models.packed import Chosen, joined_rows, packed, rows_of_each
+from tpu_experiments.models.adapters.lora import LoraLinear, ParameterReport, drawn_adapters, fingerprints, scale_of
+from tpu_experiments.models.adapters.packed import Chosen, joined_rows, packed, rows_of_each
+from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS, threshold_of
+from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.optim.loss_scale import scale_of as loss_scale_of
@@ -414,7 +414,7 @@ def require_packable(base: BuiltModel) -> None:
 
     Raises:
         ConfigError: it trains more, as an objective of the user's own with a head does; or it has dropout of its own,
-            of which not all draws are of one row (models/dropout.py), so that no run would be as it is alone.
+            of which not all draws are of one row (models/parts/dropout.py), so that no run would be as it is alone.
     """
     others = [name for name in base.trainable if not is_adapter_part(name)]
     if others:

@@ -8,7 +8,7 @@ from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.model_schema import rounded_settings
 from tpu_experiments.config.schema import Config, OwnObjectiveConfig
 from tpu_experiments.loggers.result import peak_host_rss_gib
-from tpu_experiments.models.lora import ParameterReport
+from tpu_experiments.models.adapters.lora import ParameterReport
 from tpu_experiments.objectives.base import has_perplexity, writes_text
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.epochs import perplexity

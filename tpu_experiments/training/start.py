@@ -30,8 +30,8 @@ from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
-from tpu_experiments.models.build import BuiltModel
-from tpu_experiments.models.lora import fingerprint, scale_of
+from tpu_experiments.models.adapters.lora import fingerprint, scale_of
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.loss_scale import with_loss_scale

@@ -20,9 +20,9 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.norms import changes, group_norms
-from tpu_experiments.models.bitnet import MIX, ternary_shares
-from tpu_experiments.models.dropout import NOISE, THRESHOLDS
-from tpu_experiments.models.padded import weights_with_adapters, with_adapters
+from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters
+from tpu_experiments.models.parts.bitnet import MIX, ternary_shares
+from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS
 from tpu_experiments.objectives.base import Computing, Rows
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm

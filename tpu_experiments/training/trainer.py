@@ -39,13 +39,13 @@ from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.metrics.flops import flops_by_length
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.norms import grouped
-from tpu_experiments.models.bitnet import layers_of, ternary_weights
-from tpu_experiments.models.build import BuiltModel, build_model
+from tpu_experiments.models.adapters.padded import with_adapters
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.loaded import fault_of_written
-from tpu_experiments.models.loss import Scores
-from tpu_experiments.models.padded import with_adapters
-from tpu_experiments.models.recomputed import is_recomputed
+from tpu_experiments.models.parts.bitnet import layers_of, ternary_weights
+from tpu_experiments.models.passes.loss import Scores
+from tpu_experiments.models.sources.build import BuiltModel, build_model
+from tpu_experiments.models.sources.loaded import fault_of_written
+from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
     Objective,
     groups_of,
@@ -435,7 +435,7 @@ class Trainer:
         return output
 
     def stepped(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], State, StepOutput, Mapping[str, Tensor]]:
-        """Return the new values of one optimizer step, and the padded weights that it wrote (models/padded.py)."""
+        """Return the new values of one optimizer step, and the padded weights that it wrote (adapters/padded.py)."""
         weights = self.model.weights_with_adapters()
         with with_adapters(weights):
             return *self.step(self.parameters, self.state, batch), weights

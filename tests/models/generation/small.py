@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.build import describe
-from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.sources.frozen import build_frozen
 
 TIED = "model.embed_tokens.weight"
 LORA = LoraConfig(r=4, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])

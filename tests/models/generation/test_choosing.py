@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.generation import candidates, next_ids, processed
+from tpu_experiments.models.passes.generation import candidates, next_ids, processed
 
 pytestmark = pytest.mark.xla
 VOCABULARY, SLOTS = 40, 50

@@ -6,7 +6,7 @@ import torch
 from tests.models.generation.small import generated, merged, overrides, prompts_of, with_adapter
 from tests.training.tiny import ARCHITECTURES
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.generation import Decoder
+from tpu_experiments.models.passes.generation import Decoder
 from tpu_experiments.runtime.base import UnexpectedProgram
 from tpu_experiments.runtime.processes.launch import make_runtime
 

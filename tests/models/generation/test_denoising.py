@@ -8,9 +8,9 @@ import torch
 from tests.models.encoders import SMALL
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig, DenoisingConfig
-from tpu_experiments.models.denoising import Denoiser, ranks
-from tpu_experiments.models.frozen import build_frozen
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.denoising import Denoiser, ranks
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = pytest.mark.xla

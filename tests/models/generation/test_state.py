@@ -8,9 +8,9 @@ from tests.benchmarks.xlstm_package import drawn
 from tests.models.generation.small import prompts_of
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = pytest.mark.xla

@@ -7,9 +7,9 @@ from tests.models.generation.small import overrides
 from tests.tiers import only
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Bucket, Decoder
 from tpu_experiments.models.huggingface import ShapesOfModel
+from tpu_experiments.models.passes.generation import Bucket, Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.planning.compiled import Compilers
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.xla.tracing import TracingRuntime

@@ -1,6 +1,6 @@
 """bitsandbytes' kernels for NF4 on a GPU: the product that decodes as it multiplies, and the decoding alone.
 
-They take the codes and scales of `models/quantised.py` as they lie. The same operators have plain code for a CPU, with
+They take the codes and scales of `quantised.py` as they lie. The same operators have plain code for a CPU, with
 which the tests compare; the CUDA kernels are compared in `pytest -m cuda`, on a machine with a GPU.
 """
 

@@ -19,7 +19,7 @@ from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import LabelPairs, document_sums
-from tpu_experiments.models.build import build_model
+from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source, objective_of
 from tpu_experiments.objectives.classify import Classify
 from tpu_experiments.objectives.masked import Masked

@@ -27,7 +27,7 @@ from tpu_experiments.export.quantised import (
     write_quantised,
 )
 from tpu_experiments.export.weights import Effect
-from tpu_experiments.models.low_rank_qat import grid_of, input_settings
+from tpu_experiments.models.adapters.low_rank_qat import grid_of, input_settings
 from tpu_experiments.runtime.stacked import LEARNT_SCALE
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel

@@ -15,7 +15,7 @@ from tpu_experiments.config.model_schema import OF_ROUNDED, LoraConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig, WrittenFormsConfig
-from tpu_experiments.models.low_rank_qat import input_settings
+from tpu_experiments.models.adapters.low_rank_qat import input_settings
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.inputs import NothingHeldOut, evaluation_inputs

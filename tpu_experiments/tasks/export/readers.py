@@ -25,10 +25,10 @@ from transformers.utils import logging as library_log
 
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.forward import logits_of
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.quantisation.parts import rounds_inputs
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.tasks.generate.origin import Origin

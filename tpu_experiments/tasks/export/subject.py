@@ -13,8 +13,8 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, QuantizeTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.generation import generation_config, model_config
 from tpu_experiments.export.weights import WholeModel, whole_model
+from tpu_experiments.models.adapters.lora import adapter_weights, fingerprint
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
-from tpu_experiments.models.lora import adapter_weights, fingerprint
 from tpu_experiments.objectives.base import model_source, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of

@@ -71,7 +71,7 @@ class Reader:
 
 
 class Continuations(Protocol):
-    """Source of generated tokens: models/generation.py's Decoder, or llama.cpp."""
+    """Source of generated tokens: models/passes/generation.py's Decoder, or llama.cpp."""
 
     num_rows: int
     """Prompts answered at once."""

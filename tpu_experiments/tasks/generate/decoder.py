@@ -5,11 +5,11 @@ from torch import nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.task_schema import AnswerTaskConfig, GenerateTaskConfig
-from tpu_experiments.models.denoising import Denoiser
-from tpu_experiments.models.frozen import build_frozen
-from tpu_experiments.models.generation import Decoder
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.isolation import require_left_padding
+from tpu_experiments.models.passes.denoising import Denoiser
+from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
+from tpu_experiments.models.sources.isolation import require_left_padding
 from tpu_experiments.objectives.base import denoises, model_source, writes_text
 from tpu_experiments.objectives.masked import vocabulary_of
 from tpu_experiments.runtime.base import Runtime

@@ -65,7 +65,7 @@ def _type_of(name: str) -> str:
 
 
 class LlamaCpp:
-    """Generates continuations of prompts one at a time; has the methods of models/generation.py's Decoder.
+    """Generates continuations of prompts one at a time; has the methods of models/passes/generation.py's Decoder.
 
     Args:
         num_slots: tokens of the longest prompt and its answer.

@@ -13,9 +13,9 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.goodput import Stopwatch
-from tpu_experiments.models.bitnet import MIX
-from tpu_experiments.models.dropout import NOISE
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.bitnet import MIX
+from tpu_experiments.models.parts.dropout import NOISE
 from tpu_experiments.objectives.base import samples
 from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads

@@ -18,7 +18,7 @@ from typing import NoReturn
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ServeTaskConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
-from tpu_experiments.models.frozen import without_effect
+from tpu_experiments.models.sources.frozen import without_effect
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage.retry import explain_storage_errors

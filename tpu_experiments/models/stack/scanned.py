@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes
-from tpu_experiments.models.layer_graph import LayerGraph
+from tpu_experiments.models.stack.layer_graph import LayerGraph
 from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, Tensors, in_use
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, is_side_tensor
 

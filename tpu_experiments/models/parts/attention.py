@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.rope import FLASH, pending_rotation
+from tpu_experiments.models.parts.rope import FLASH, pending_rotation
 from tpu_experiments.runtime.kernels.attention import Scores, attention, has_attention_kernel
 
 WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")

@@ -6,8 +6,8 @@ The index of the largest logit plus Gumbel noise is distributed as the softmax (
 import torch
 from torch import Tensor
 
-from tpu_experiments.models.dropout import hashed
-from tpu_experiments.models.loss import numbers
+from tpu_experiments.models.parts.dropout import hashed
+from tpu_experiments.models.passes.loss import numbers
 
 SITE = 0x47756D62
 """Sets the noise apart from the other uses of a row's word."""

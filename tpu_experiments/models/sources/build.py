@@ -13,13 +13,7 @@ from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.models.bitnet import make_ternary
-from tpu_experiments.models.contracted import LinearOfHeads
-from tpu_experiments.models.distances import pick_by_products
-from tpu_experiments.models.dropout import drop_by_rows
-from tpu_experiments.models.fold import fold
-from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
-from tpu_experiments.models.lora import (
+from tpu_experiments.models.adapters.lora import (
     A,
     B,
     LoraLinear,
@@ -32,10 +26,16 @@ from tpu_experiments.models.lora import (
     inject,
     padded_adapters,
 )
-from tpu_experiments.models.low_rank_qat import grid_of
-from tpu_experiments.models.padded import PADDING, with_padding
-from tpu_experiments.models.quantised import as_parts, format_of, quantise_linears, quantised_shapes
-from tpu_experiments.models.recomputed import recompute
+from tpu_experiments.models.adapters.low_rank_qat import grid_of
+from tpu_experiments.models.adapters.padded import PADDING, with_padding
+from tpu_experiments.models.adapters.quantised import as_parts, format_of, quantise_linears, quantised_shapes
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
+from tpu_experiments.models.parts.bitnet import make_ternary
+from tpu_experiments.models.parts.contracted import LinearOfHeads
+from tpu_experiments.models.parts.distances import pick_by_products
+from tpu_experiments.models.parts.dropout import drop_by_rows
+from tpu_experiments.models.stack.fold import fold
+from tpu_experiments.models.stack.recomputed import recompute
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
 from tpu_experiments.runtime.ops import Folding, InPlace, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
@@ -152,12 +152,12 @@ class BuiltModel:
     is_reduced: bool = False
     """Whether `initial` was taken out of the base (PiSSA), so that the export subtracts it."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Digests of the initial trainable parameters, under Hugging Face's names (models/lora.py)."""
+    """Digests of the initial trainable parameters, under Hugging Face's names (models/adapters/lora.py)."""
     order: tuple[str, ...] = ()
     """Names of the trainable parameters in the order of their upload. torch_xla orders a program's results by it, so
     tensors that replace them later must be uploaded in the same order, or the step compiles as another program."""
     in_place: InPlace | None = None
-    """Writes adapters into padded weights (models/padded.py); None where no weight is padded."""
+    """Writes adapters into padded weights (models/adapters/padded.py); None where no weight is padded."""
 
     def weights_with_adapters(self) -> dict[str, Tensor]:
         """Return the padded weights with their adapters' current values in them, by the adapters' paths.

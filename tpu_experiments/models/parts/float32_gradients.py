@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from tpu_experiments.models.contracted import into_heads, out_of_heads, summed_over
+from tpu_experiments.models.parts.contracted import into_heads, out_of_heads, summed_over
 from tpu_experiments.runtime.stacked import is_adapter_part, is_side_tensor
 
 OF_HEADS = (into_heads, out_of_heads)

@@ -3,7 +3,7 @@
 Names, shapes, random weights and config of the parameters are those of transformers' `xLSTMForCausalLM` (5.23), which
 loads what is exported here and whose checkpoints are loaded. Its own forward pass carries the state from one document
 of a row to the next, and its kernel for training unrolls chunks of 64 tokens, which compile for minutes. The cell is in
-models/mlstm.py. Legend: B rows, T tokens, H hidden, N heads, E width of values of a head, V vocabulary."""
+models/families/mlstm.py. Legend: B rows, T tokens, H hidden, N heads, E width of values of a head, V vocabulary."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,7 +17,7 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMPreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.models.mlstm import Cell, State, one_token, over_rows, with_last_state
+from tpu_experiments.models.families.mlstm import Cell, State, one_token, over_rows, with_last_state
 
 MODEL_TYPE = "xlstm"
 

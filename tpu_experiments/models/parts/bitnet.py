@@ -94,7 +94,7 @@ def ternary_product(x: Tensor, weight_NK: Tensor) -> Tensor:
     The sum of code products is exact in float32 below K = 131,072. Gradients are those of the products with the rounded
     values, as though rounding were the identity (straight-through estimator, arXiv 1308.3432).
     """
-    # `.float()` alone keeps the gradient of a float32 weight in float32 (models/float32_gradients.py).
+    # `.float()` alone keeps the gradient of a float32 weight in float32 (models/parts/float32_gradients.py).
     weight, tokens = weight_NK.float(), x.to(torch.float32)
     with torch.no_grad():
         weight_factor = inverse_scale(weight)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.task_schema import ChoiceConfig, DenoisingConfig
-from tpu_experiments.models.dropout import GOLDEN, hashed, token_words, uniform
-from tpu_experiments.models.forward import attention_input
-from tpu_experiments.models.generation import candidates, drawn_of
+from tpu_experiments.models.parts.dropout import GOLDEN, hashed, token_words, uniform
+from tpu_experiments.models.passes.forward import attention_input
+from tpu_experiments.models.passes.generation import candidates, drawn_of
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors, on_host
 
@@ -27,7 +27,7 @@ CHOSEN, KEPT = range(2)
 
 
 class Denoiser:
-    """Fills answers of batches of prompts; has the methods of models/generation.py's Decoder.
+    """Fills answers of batches of prompts; has the methods of models/passes/generation.py's Decoder.
 
     Args:
         module: a decoder without its causal mask, whose layers are not folded, on the runtime's device.

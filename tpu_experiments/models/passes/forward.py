@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tpu_experiments.models.attention import FLASH, bidirectional_mask, causal_mask, same_chunk
-from tpu_experiments.models.bitnet import MIX, mixed
-from tpu_experiments.models.dropout import noise, noise_of
-from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.rope import with_rope_in_kernel
+from tpu_experiments.models.parts.attention import FLASH, bidirectional_mask, causal_mask, same_chunk
+from tpu_experiments.models.parts.bitnet import MIX, mixed
+from tpu_experiments.models.parts.dropout import noise, noise_of
+from tpu_experiments.models.parts.float32_gradients import cast_weights
+from tpu_experiments.models.parts.rope import with_rope_in_kernel
 from tpu_experiments.runtime.stacked import is_stack
 
 BOOLEAN_MASKS = ("deberta", "deberta-v2")
@@ -82,7 +82,7 @@ def logits_of(
 ) -> Tensor:
     """Return logits (B, T, V), with `parameters` in the module's data type in place of its own.
 
-    The gradients of `parameters` are float32, not rounded on the way (models/float32_gradients.py).
+    The gradients of `parameters` are float32, not rounded on the way (models/parts/float32_gradients.py).
 
     Args:
         parameters: float32 trainable parameters by name.
@@ -181,7 +181,7 @@ def _before(matrix: nn.Module, whole: Any, hidden: Tensor) -> Tensor:
 def in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters in the data type in which the module is called.
 
-    Stacks and the weights of recomputed layers are left as they are and cast where the layers run (models/fold.py and
+    Stacks and the weights of recomputed layers are left as they are and cast where the layers run (stack/fold.py and
     recomputed.py).
     """
     dtype: Any = module.dtype

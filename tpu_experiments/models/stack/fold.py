@@ -17,13 +17,13 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.mesh import Axes
-from tpu_experiments.models.bitnet import current_mix, mixed
-from tpu_experiments.models.dropout import current_noise, noise
-from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.layer_graph import LayerGraph
-from tpu_experiments.models.lora import LoraLinear, padded_adapters
-from tpu_experiments.models.padded import weights_with_adapters, with_adapters, with_padding
-from tpu_experiments.models.scanned import Fill, compute_dtype, gathered, scan_layers
+from tpu_experiments.models.adapters.lora import LoraLinear, padded_adapters
+from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters, with_padding
+from tpu_experiments.models.parts.bitnet import current_mix, mixed
+from tpu_experiments.models.parts.dropout import current_noise, noise
+from tpu_experiments.models.parts.float32_gradients import cast_weights
+from tpu_experiments.models.stack.layer_graph import LayerGraph
+from tpu_experiments.models.stack.scanned import Fill, compute_dtype, gathered, scan_layers
 from tpu_experiments.runtime.ops import BY_ROWS, Folding
 
 log = logging.getLogger(__name__)

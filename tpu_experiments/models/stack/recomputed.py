@@ -1,6 +1,6 @@
 """Decoder layers whose activations plain torch computes again in the backward pass (arXiv 1604.06174).
 
-The eager runtime's counterpart of folded layers (models/fold.py): same policies, same names, no stacks. A layer is
+The eager runtime's counterpart of folded layers (stack/fold.py): same policies, same names, no stacks. A layer is
 called with its weights as arguments, because functional_call has put the module's own (empty) parameters back by the
 time the backward pass begins. What surrounded the forward pass (dropout's words, float32 gradients) is set up again.
 """
@@ -17,11 +17,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from tpu_experiments.config.model_schema import SAVED
-from tpu_experiments.models.bitnet import current_mix, mixed
-from tpu_experiments.models.dropout import current_noise, noise
-from tpu_experiments.models.float32_gradients import cast_weights
-from tpu_experiments.models.fold import LayerCall, decoder_layers
-from tpu_experiments.models.layer_graph import PROJECTIONS
+from tpu_experiments.models.parts.bitnet import current_mix, mixed
+from tpu_experiments.models.parts.dropout import current_noise, noise
+from tpu_experiments.models.parts.float32_gradients import cast_weights
+from tpu_experiments.models.stack.fold import LayerCall, decoder_layers
+from tpu_experiments.models.stack.layer_graph import PROJECTIONS
 
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._int_mm.default}
 

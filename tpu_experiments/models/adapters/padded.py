@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.contracted import summed_over
-from tpu_experiments.models.layer_graph import LOW, named
+from tpu_experiments.models.parts.contracted import summed_over
+from tpu_experiments.models.stack.layer_graph import LOW, named
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.ops import apart, widened, written
 

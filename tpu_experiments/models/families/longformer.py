@@ -14,7 +14,7 @@ from transformers import LongformerConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.longformer import modeling_longformer as theirs
 
-from tpu_experiments.models.attention import bidirectional_mask
+from tpu_experiments.models.parts.attention import bidirectional_mask
 
 MODEL_TYPE = "longformer"
 

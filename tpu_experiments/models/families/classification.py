@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import num_texts
-from tpu_experiments.models.dropout import NOISE, noise
-from tpu_experiments.models.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
-from tpu_experiments.models.rope import with_rope_in_kernel
+from tpu_experiments.models.parts.dropout import NOISE, noise
+from tpu_experiments.models.parts.rope import with_rope_in_kernel
+from tpu_experiments.models.passes.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
 
 POOLINGS = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 """Values of a config's `classifier_pooling`; a class without it reads the first token."""

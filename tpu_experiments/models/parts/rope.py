@@ -24,7 +24,7 @@ from tpu_experiments.runtime.patches import patched_attribute
 log = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
 FLASH = "segment_kernel"
-"""Key of models/attention.py in transformers' attention table, whose function alone fetches what is deferred here. A
+"""Key of parts/attention.py in transformers' attention table, whose function alone fetches what is deferred here. A
 name containing `flash` makes transformers look for a CUDA package."""
 Result = TypeVar("Result")
 _deferred: list[tuple[Tensor, Tensor, Tensor]] = []

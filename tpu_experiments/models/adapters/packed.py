@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpu_experiments.models.float32_gradients import grouped_product
+from tpu_experiments.models.parts.float32_gradients import grouped_product
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS
 
 Named = Mapping[str, Tensor]

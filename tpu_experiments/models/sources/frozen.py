@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
-from tpu_experiments.models.lora import (
+from tpu_experiments.models.adapters.lora import (
     LEARNT_SCALE,
     MAGNITUDE,
     A,
@@ -24,8 +22,10 @@ from tpu_experiments.models.lora import (
     lengths_of_rows,
     scale_of,
 )
-from tpu_experiments.models.low_rank_qat import grid_of
-from tpu_experiments.models.quantised import format_of, quantised_shapes
+from tpu_experiments.models.adapters.low_rank_qat import grid_of
+from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
+from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.sources.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
 from tpu_experiments.storage.tensors import require_finite

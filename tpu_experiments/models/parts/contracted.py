@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tpu_experiments.models.layer_graph import named
+from tpu_experiments.models.stack.layer_graph import named
 from tpu_experiments.runtime.kernels.contraction import contraction
 
 
@@ -103,7 +103,7 @@ def _last(tensor: Tensor, count: int) -> list[int]:
 class _Contracted(Function):
     """The product of x (..., *inputs) and a weight (N, K), viewed as (*outputs, *inputs), with a bias: (..., *outputs).
 
-    The gradients of weight and bias are summed over tokens in their own data types (models/float32_gradients.py).
+    The gradients of weight and bias are summed over tokens in their own data types (models/parts/float32_gradients.py).
     """
 
     @staticmethod

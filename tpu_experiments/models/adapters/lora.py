@@ -23,16 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
-from tpu_experiments.models.contracted import contracted, forked, into_heads, out_of_heads, together
-from tpu_experiments.models.conversion import lost_in_peft
-from tpu_experiments.models.dora import row_norms, with_length
-from tpu_experiments.models.dropout import dropped, layer_and_hash, noise_in_use
-from tpu_experiments.models.float32_gradients import product
-from tpu_experiments.models.huggingface import Named
-from tpu_experiments.models.layer_graph import LOW, named
-from tpu_experiments.models.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
-from tpu_experiments.models.packed import by_adapter
-from tpu_experiments.models.padded import (
+from tpu_experiments.models.adapters.dora import row_norms, with_length
+from tpu_experiments.models.adapters.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
+from tpu_experiments.models.adapters.packed import by_adapter
+from tpu_experiments.models.adapters.padded import (
     MIN_FEATURES,
     PADDING,
     below,
@@ -41,7 +35,13 @@ from tpu_experiments.models.padded import (
     weights_with_adapters,
     with_low,
 )
-from tpu_experiments.models.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
+from tpu_experiments.models.adapters.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
+from tpu_experiments.models.huggingface import Named
+from tpu_experiments.models.parts.contracted import contracted, forked, into_heads, out_of_heads, together
+from tpu_experiments.models.parts.dropout import dropped, layer_and_hash, noise_in_use
+from tpu_experiments.models.parts.float32_gradients import product
+from tpu_experiments.models.sources.conversion import lost_in_peft
+from tpu_experiments.models.stack.layer_graph import LOW, named
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
@@ -55,7 +55,7 @@ of its adapter that write the wide side are one."""
 
 
 Padding = Literal["", "columns", "rows", "both"]
-"""What a weight has more of than W, to hold B beside it or A below it (models/padded.py)."""
+"""What a weight has more of than W, to hold B beside it or A below it (models/adapters/padded.py)."""
 
 
 class LoraLinear(nn.Module):
@@ -80,7 +80,7 @@ class LoraLinear(nn.Module):
     is_gathered = False
     """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
     uninitialised_parts: int | None = None
-    """Parts that rows are split into where tokens are written in place (`with_low`, models/padded.py), or None."""
+    """Parts that rows are split into where tokens are written in place (`with_low`, adapters/padded.py), or None."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class LoraLinear(nn.Module):
 
 
 class RoundedLinear(LoraLinear):
-    """A Linear with a frozen weight in fixed point, whose adapter decides how it is rounded (models/low_rank_qat.py).
+    """A Linear with a frozen weight in fixed point, whose adapter decides how it is rounded (adapters/low_rank_qat.py).
 
     Parameters are Phi0 as `weight`, `lora_A`, `lora_B`, the trained scales, and the bias.
     """

@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of, target_weights
+from tpu_experiments.models.passes.forward import (
+    capped,
+    has_plain_head,
+    hidden_of,
+    logits_of,
+    soft_cap_of,
+    target_weights,
+)
 from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, Tensors, apart, python_loop, unconstrained
 
 NUM_FIRST = 1024
@@ -244,7 +251,7 @@ class _TrainedHead(torch.autograd.Function):
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
             grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
-            # Float32 operands, so that devices sum in float32 (models/float32_gradients.py).
+            # Float32 operands, so that devices sum in float32 (models/parts/float32_gradients.py).
             grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
             return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
 

@@ -1,7 +1,7 @@
 """Text from token ids with a cache of one shape: one program reads prompts, one writes tokens, for each bucket.
 
 A layer keeps the keys and values of every token, those that slide too: their window is in the mask. Layers of xLSTM
-keep a state of one size instead (models/mlstm.py). Prompts are padded on the left, so that the rows of a batch write at
+keep a state of one size instead (mlstm.py). Prompts are padded on the left, so that the rows of a batch write at
 one slot. The next token is chosen with static shapes and equals transformers' logits processors; draws come from one
 uniform number a token, made on the host, so they are the same on every device for the same logits. Legend: B rows, T
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.attention import FLASH
-from tpu_experiments.models.forward import attention_input, by_layer_type, first_position, in_attention_form
 from tpu_experiments.models.huggingface import UNFIT
+from tpu_experiments.models.parts.attention import FLASH
+from tpu_experiments.models.passes.forward import attention_input, by_layer_type, first_position, in_attention_form
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.ops import Tensors, on_host
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.models.conversion import AnyStored, ConvertedTensor, read_any
+from tpu_experiments.models.sources.conversion import AnyStored, ConvertedTensor, read_any
 
 log = logging.getLogger(__name__)
 Stored = AnyStored | ConvertedTensor
