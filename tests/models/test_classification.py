@@ -7,6 +7,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from tests.models.encoders import ENCODERS, SMALL, Encoder, source_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, own_labels
 from tpu_experiments.models.sources.build import describe
@@ -191,6 +192,25 @@ def test_a_classifier_keeps_its_logits_for_the_same_labels_alone(tmp_path, label
     assert bool(source.new_head) != is_same
     assert torch.equal(weights["classifier.weight"], theirs["classifier.weight"]) == is_same
     assert torch.equal(weights["head.dense.weight"], theirs["head.dense.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_peft_reads_the_head_beside_the_adapters(encoder, tmp_path):
+    from peft import PeftModel
+
+    lora = LoraConfig(r=2, targets=["all-linear"])
+    source = source_of(encoder, labels=LABELS)
+    module, _ = describe(source, lora=lora)
+    torch.manual_seed(0)
+    trained = {name: torch.randn(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    write_adapter(str(tmp_path), parameters=trained, initial={}, lora=lora, base_path="base", revision=None)
+    model = PeftModel.from_pretrained(source.built(source.config, dtype=torch.float32), tmp_path)
+    named = dict(model.named_parameters())
+    whole = {name.replace("modules_to_save.default.", ""): name for name in named if ".modules_to_save." in name}
+    assert whole.keys() == {f"base_model.model.{name}" for name in trained if ".lora_" not in name}
+    for name, tensor in trained.items():
+        outer = f"base_model.model.{name}"
+        torch.testing.assert_close(named[whole.get(outer, f"{outer}.default.weight")], tensor, atol=0, rtol=0)
 
 
 def test_with_adapters_the_head_is_trained_whole(encoder):
