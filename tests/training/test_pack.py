@@ -16,6 +16,7 @@ from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.optim.loss_scale import LossScaled
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.pack import PackedStep, require_packable
 from tpu_experiments.training.step import ACTIVE, TrainStep
@@ -32,7 +33,7 @@ POINTS = [
 class Alone:
     """A step of one adapter, its parameters and state, and its own batches."""
 
-    def __init__(self, config, runtime, point, module=None):
+    def __init__(self, config, runtime, point, *, scales_loss=False):
         r, alpha, dropout, self.lr, self.seed, clip_norm = point
         self.lora = replace(config.lora, r=r, alpha=float(alpha), dropout=dropout)
         self.runtime = runtime
@@ -43,6 +44,7 @@ class Alone:
         self.parameters = {name: tensor.clone() for name, tensor in model.trainable.items()}
         self.model, self.module = model, model.module
         optimizer = AdamW(weight_decay=0.01 * self.seed, beta1=0.9, beta2=0.95, eps=1e-8)
+        optimizer = LossScaled(optimizer) if scales_loss else optimizer
         self.state = optimizer.init(self.parameters)
         self.step = TrainStep(
             model.module,
@@ -67,9 +69,9 @@ class Alone:
         return found
 
 
-def packed_runs(config, runtime, points=POINTS):
+def packed_runs(config, runtime, points=POINTS, *, scales_loss=False):
     """The runs, and their packed step over a common module."""
-    runs = [Alone(config, runtime, point) for point in points]
+    runs = [Alone(config, runtime, point, scales_loss=scales_loss) for point in points]
     rank, dropout = max(point[0] for point in points), max(point[2] for point in points)
     common = replace(config.lora, r=rank, alpha=float(rank), dropout=dropout)
     module = build_model(
@@ -121,11 +123,16 @@ def test_each_trains_as_alone(tiny):
     compare_with_alone(*tiny("mistral7b"), steps=6)
 
 
-def compare_with_alone(config, runtime, *, steps):
-    runs, step = packed_runs(config, runtime)
+def test_each_has_the_loss_scale_that_it_has_alone(tiny):
+    """As in float16; in float32 a scale by a power of two changes no digit."""
+    compare_with_alone(*tiny("qwen05b"), steps=3, scales_loss=True)
+
+
+def compare_with_alone(config, runtime, *, steps, scales_loss=False):
+    runs, step = packed_runs(config, runtime, scales_loss=scales_loss)
     losses = advance(runs, step, steps=steps)
     for run, own, point in zip(runs, losses, POINTS, strict=True):
-        alone = Alone(config, runtime, point)
+        alone = Alone(config, runtime, point, scales_loss=scales_loss)
         start = {name: tensor.clone() for name, tensor in alone.parameters.items()}
         expected = alone.losses(steps)
         assert max(abs(a - b) for a, b in zip(own, expected, strict=True)) < 1e-5
