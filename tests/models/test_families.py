@@ -1,5 +1,5 @@
 """Each family of decoders: a checkpoint that transformers wrote is loaded, computes what transformers computes, and is
-trained on torch_xla; the table of conf/README.md says so."""
+trained on torch_xla; the table of conf/model/README.md says so."""
 
 import re
 from dataclasses import dataclass, field, replace
