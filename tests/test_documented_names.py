@@ -14,6 +14,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from tests.benchmarks.mutations import DEFECTS
 from tests.test_house_rules import SOURCES, spelled_out
 from tests.test_layers import LAYER_OF
 from tests.test_manuals import MANUALS, REPOSITORY, name_of
@@ -185,6 +186,15 @@ def test_files_that_code_cites_exist() -> None:
             for path in [*missing_files(text, CITED), *missing_files(text, ROOMS), *missing_modules(text)]
         ]
     assert wrong == []
+
+
+def test_the_list_of_defects_names_those_of_the_script_and_tests_that_exist() -> None:
+    listed = (REPOSITORY / "tests/benchmarks/defects.md").read_text(encoding="utf-8")
+    assert [defect.what for defect in DEFECTS if f"| {defect.what} |" not in listed] == []
+    found = re.findall(r"\| `([\w/]+\.py)::(\w+)", listed)
+    assert len(found) == len(DEFECTS)
+    texts = {path: (REPOSITORY / "tests" / path).read_text(encoding="utf-8") for path, _ in found}
+    assert [f"{path}::{name}" for path, name in found if f"def {name}(" not in texts[path]] == []
 
 
 @pytest.mark.parametrize(
