@@ -136,6 +136,21 @@ def unknown_keys(markdown: str) -> list[str]:
     return unknown
 
 
+def strings_of(source: str) -> Iterator[str]:
+    """Yield the strings of a file: docstrings, messages, keys."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """Yield what looks like a key of the config in a sentence."""
+    tops = "|".join(each.name for each in dataclasses.fields(Config))
+    for key in re.findall(rf"(?<![\w./<{{-])((?:{tops})(?:\.[a-z_]+)+)(?=[=\s`,;:)'\"]|$)", text):
+        if not key.endswith((".py", ".json", ".yaml", ".safetensors", "_")):
+            yield key
+
+
 def missing_files(text: str, pattern: re.Pattern[str], *, beside: Path = REPOSITORY) -> list[str]:
     """List paths that a text names and that lead to no file, from the top or from its own folder."""
     named = [path for shown in pattern.findall(text) for path in spelled_out(shown.rstrip("."))]
@@ -165,6 +180,13 @@ def test_keys_and_choices_that_manuals_name_exist() -> None:
     assert len(KEPT) > 15
     wrong = [(name_of(file), word) for file in KEPT for word in unknown_keys(file.read_text(encoding="utf-8"))]
     assert wrong == []
+
+
+def test_keys_that_messages_and_docstrings_of_the_package_name_exist() -> None:
+    texts = {file: file.read_text(encoding="utf-8") for file in CITING if file.suffix == ".py"}
+    named = {(name_of(file), key) for file in texts for string in strings_of(texts[file]) for key in keys_in(string)}
+    assert len(named) > 500
+    assert sorted((name, key) for name, key in named if not is_key(key)) == []
 
 
 def test_files_and_modules_that_manuals_name_exist() -> None:
@@ -212,6 +234,12 @@ def test_an_argument_that_is_gone_is_found(docstring: str, unknown: list[str]) -
 def test_names_that_are_gone_are_found() -> None:
     text = "`lora.r=8 data.mine.path=/x` `curriculum.stages.a.steps` `lora.rank=8` `model=nobody` `objective.mask_rate`"
     assert unknown_keys(text) == ["lora.rank=8", "model=nobody"]
+    said = list(keys_in("set lora.rank=8, or model.remat; see trainer.py and `data.mine.path`"))
+    assert [(key, is_key(key)) for key in said] == [
+        ("lora.rank", False),
+        ("model.remat", True),
+        ("data.mine.path", True),
+    ]
     assert missing_files("tests/test_manuals.py, conf/{hw,no}/v6e8.yaml", PATH) == ["conf/no/v6e8.yaml"]
     assert missing_files("models/nowhere.py, transformers/models/x.py, models/stack/fold.py", ROOMS) == [
         "models/nowhere.py"

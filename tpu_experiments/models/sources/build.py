@@ -67,7 +67,7 @@ def stacked_weights(
 
     Args:
         shapes: shapes of the module's base weights.
-        adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
+        adapted: base weights with an adapter, under Hugging Face's names (`adapted_weights`).
         initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
