@@ -25,7 +25,7 @@ FORMS = {"merged": "f32", "int8": "f32", "nf4": "f32", "gguf": "q8_0"}
 MISSED = {"gguf": ["two rows swapped"]}
 """llama.cpp rounds the inputs of q8_0's products to 8 bits, which is more than two rows of 384 come to."""
 REAL = "TPU_EXPERIMENTS_REAL_RUN"
-"""Variable with the folder of a run of a real model, for the slow test; tests/benchmarks/README.md has its figures."""
+"""Variable with the folder of a run of a real model, for the slow test; tests/benchmarks/RESULTS.md has its figures."""
 
 
 def judged(proof, subject, folder, *, names):

@@ -9,7 +9,7 @@ compile another program than the run's, which takes longer than the whole model'
 What rounding may change is computed, not assumed: the host repeats its losses with inputs and outputs of all modules
 rounded as the device rounds. `STOP` times that difference is the limit, for random weights and trained ones, for two
 layers and for eighty, and where rounding decides (routers, quantised inputs). It is 1 for a device that rounds as
-often; tests/benchmarks/README.md has what was measured, of right programs and of wrong ones.
+often; tests/benchmarks/RESULTS.md has what was measured, of right programs and of wrong ones.
 """
 
 import copy

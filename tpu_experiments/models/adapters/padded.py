@@ -1,7 +1,7 @@
 """Frozen weights padded to hold their adapter, so that one product computes W x and B A x.
 
 A product with B reads r numbers of a token and writes all outputs: 117 us on a v6e chip for Mistral 7B's gate_proj and
-2,048 tokens, where the frozen product takes 285, and both in one 302 (tests/benchmarks/README.md, "Padded weights").
+2,048 tokens, where the frozen product takes 285, and both in one 302 (tests/benchmarks/RESULTS.md).
 To multiply (W, B) by (x, A x), they must lie beside each other, and a copy of W for each product costs what is gained.
 So W is stored with PADDING more columns, and a step writes B there, into the buffer that W is in. In the same way the
 gradient of down_proj's input is one product, with A below W; and so is that of attention's input through k_proj and

@@ -7,7 +7,6 @@ uniform number a token, made on the host, so they are the same on every device f
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
 candidates."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -187,7 +186,6 @@ def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int)
     return match_BS
 
 
-log = logging.getLogger(__name__)
 SMALLEST = 1e-6
 """Smallest `top_p` of a call: the likeliest token alone, as 0 means in other programs."""
 

@@ -67,7 +67,7 @@ def stacked_weights(
 
     Args:
         shapes: shapes of the module's base weights.
-        adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
+        adapted: base weights with an adapter, under Hugging Face's names (`adapted_weights`).
         initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
@@ -337,7 +337,7 @@ def work_on_heads(module: nn.Module) -> None:
     """Have projections of attention write and read heads where the kernel wants them first.
 
     Their products then write (T, D) of each head at once, and o_proj reads it: views of features as heads, which do not
-    fill the lanes, would be copied (tests/benchmarks/README.md, Small models).
+    fill the lanes, would be copied (tests/benchmarks/RESULTS.md).
     """
     for name, part in list(module.named_modules()):
         head_dim = getattr(part, "head_dim", 0)
@@ -361,7 +361,7 @@ def read_heads_apart(module: nn.Module) -> None:
     """Have norms of queries' and keys' heads, (B, N, T, D) in Gemma 3 and (B, T, N, D) in Qwen 3, read them apart.
 
     The view of a projection as heads is another layout on a TPU. Without the barrier XLA copies it in float32, for the
-    norm and once more behind it; with it, once in bf16 (tests/benchmarks/README.md, Other chips).
+    norm and once more behind it; with it, once in bf16 (tests/benchmarks/RESULTS.md).
     """
     for name, part in module.named_modules():
         if name.rpartition(".")[2] in HEAD_NORMS:
@@ -375,7 +375,7 @@ def read_activations_apart(module: nn.Module) -> None:
     up_proj. Behind the barrier it is written once, and kept for the backward pass: planned, a step of Qwen2.5 0.5B on
     v5e-8 takes 0.202 instead of 0.209 s, and of Gemma 3 270M 1.020 instead of 1.028 s, for 1 GiB more. A model that
     fills the chip loses (Mistral 7B, a row of 4,096 tokens on v6e: 11,183 instead of 12,167 tokens/s), and so does a
-    loop over layers, where it goes through a stack (tests/benchmarks/README.md, Unrolled and folded layers).
+    loop over layers, where it goes through a stack (tests/benchmarks/RESULTS.md).
     """
     for part in module.modules():
         if isinstance(part, LoraLinear) and part.leaf == "down_proj":

@@ -41,7 +41,7 @@ LENGTHS = (13, 10)
 """Tokens of the two documents of the row; the second is left out where rows hold one document."""
 PADDING = 3
 TOLERANCE = 1e-4
-"""Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/README.md)."""
+"""Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/RESULTS.md)."""
 BYTES = 2**30
 """Float32 weights up to which a model is loaded whole."""
 MOST_BYTES = 8 * 2**30

@@ -134,7 +134,7 @@ def read_apart(forward: fx.GraphModule) -> None:
 
     The product that computes one then writes it into its stack as well. Otherwise XLA computes what reads the
     projection in that product, and the projection itself once more for the stack, from arrays of its size: 250 of the
-    4,580 us of a layer of Mistral 7B on v6e-8 (tests/benchmarks/README.md, Unrolled and folded layers).
+    4,580 us of a layer of Mistral 7B on v6e-8 (tests/benchmarks/RESULTS.md).
     """
     output = forward.graph.output_node()
     results: Any = output.args[0]
@@ -155,7 +155,7 @@ def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> dict[int
 
     XLA adds up what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the
     loop over layers. Of these sums each chip keeps its own, and what is behind the loop adds them: 4 all-reduces a step
-    of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/README.md, Sums that wait).
+    of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/RESULTS.md).
 
     Args:
         parts: those that devices split the rows into.
@@ -241,7 +241,7 @@ def read_by_number(backward: fx.GraphModule, sources: Sequence[int | None]) -> f
     """Have attention take saved queries, keys and values as stacks of all layers, in place; return their numbers.
 
     A kernel reads a layer's blocks out of a stack; otherwise XLA copies the layer out of it first, since a kernel is
-    opaque to it: 10 of the 860 ms of Mistral 7B's step on v5e-8 (tests/benchmarks/README.md, Attention's own kernels).
+    opaque to it: 10 of the 860 ms of Mistral 7B's step on v5e-8 (tests/benchmarks/RESULTS.md).
     """
     placeholders = list(backward.graph.find_nodes(op="placeholder"))
     calls = backward.graph.find_nodes(op="call_function", target=BACKWARD)
