@@ -21,9 +21,10 @@ STRIKES = {"sample:15": 5, "evaluate:12": 8, "evaluate:14": 10}
 """Call that SIGTERM comes in, and the step before it: in mid-stage, at a stage's end, after that stage's checkpoint."""
 
 
-@pytest.mark.parametrize(
-    "how", [(), pytest.param(("hw.parallel=spawn", "hw.num_devices=2"), marks=pytest.mark.slow)], ids=["one", "two"]
-)
+SPAWNED = pytest.param(("hw.parallel=spawn", "hw.num_devices=2"), marks=pytest.mark.slow, id="two")
+
+
+@pytest.mark.parametrize("how", [pytest.param((), id="one"), SPAWNED])
 def test_a_stop_inside_an_evaluation_or_a_sample_loses_no_step(tmp_path, monkeypatch, how):
     """Records are compared with their samples; only the checkpoint's step shows that none was lost."""
     calls = tmp_path / "calls"
@@ -46,11 +47,13 @@ def test_a_stop_inside_an_evaluation_or_a_sample_loses_no_step(tmp_path, monkeyp
     assert stopped.resumes == [(step, 0) for step in STRIKES.values()]
 
 
-def test_a_stop_inside_a_compilation_ends_the_process_where_nothing_is_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", [pytest.param((), id="one"), SPAWNED])
+def test_a_stop_inside_a_compilation_ends_the_process_where_nothing_is_lost(tmp_path, monkeypatch, how):
     """No signal handler of Python runs while the main thread is in the evaluation's first call."""
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("STRIKE", "evaluate:1")
     monkeypatch.setenv("STUCK", "1")
-    run = Run(tmp_path / "run", (*STRUCK, f"prepare.folder={tmp_path / 'prepared'}", "checkpoint.grace_seconds=1"))
+    common = (*STRUCK, *how, f"prepare.folder={tmp_path / 'prepared'}", "checkpoint.grace_seconds=1")
+    run = Run(tmp_path / "run", common)
     assert run.start().wait(timeout=300) == 75, (run.folder / "output").read_text()[-4000:]
     assert "stopped on request, inside a compilation" in (run.folder / "output").read_text()
