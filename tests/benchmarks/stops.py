@@ -1,6 +1,6 @@
 """SIGTERM at drawn instants of a run with long evaluations and samples: where it came, what was lost, when it ended.
 
-    python -m tests.benchmarks.stops 30 [--runtime xla]
+    python -m tests.benchmarks.stops 30 [--set hw.runtime=xla trainer.eval_every_steps=6]
 
 Every run is stopped up to six times, then goes to its end, and is compared with one left alone: records, rows, bytes.
 """
@@ -48,14 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("num", nargs="?", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runtime", default="eager", choices=("eager", "xla"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every run, over `LONG`")
     arguments = parser.parse_args()
     rng, places, seconds, num_runs = random.Random(arguments.seed), Counter[str](), [], 0
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls"
         os.environ["CALLS"] = str(calls)
-        own = [word for word in LONG if not word.startswith("hw.runtime=")]
-        common = (*own, f"hw.runtime={arguments.runtime}", f"prepare.folder={folder}/prepared")
+        common = (*LONG, *arguments.set, f"prepare.folder={folder}/prepared")
         whole = Run(Path(folder) / "whole", common)
         whole.finish()
         while seconds[arguments.num - 1 :] == []:

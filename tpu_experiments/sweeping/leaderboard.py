@@ -217,7 +217,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 def after(name: str, *, folder: str) -> list[str]:
     """Return the commands that compare all points of the sweep."""
-    compare = command("task=report", override_of("task.runs", [folder]), override_of("name", name))
+    place = override_of("output_dir", paths.folder_of(paths.folder_of(folder)))
+    compare = command("task=report", override_of("task.runs", [folder]), override_of("name", name), place)
     return [compare, shlex.join(["tensorboard", "--logdir", f"{folder}/tensorboard"])]
 
 
