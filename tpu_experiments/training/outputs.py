@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
+from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.config.model_schema import rounded_settings
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.findings import Finding, audit_findings
@@ -97,13 +98,15 @@ def write_plan(folder: RunFolder, estimates: PlanEstimates) -> None:
 def estimates_text(estimates: PlanEstimates) -> str:
     """Return the plan's figures as Markdown."""
     if estimates.source is None:
-        return f"No plan: {estimates.reason}.\n"
-    lines = [f"Plan: {estimates.source}{f' ({estimates.file})' if estimates.file else ''}", ""]
-    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()]
+        return f"No plan: {for_markdown(estimates.reason)}.\n"
+    lines = [f"Plan: {estimates.source}{f' ({for_markdown(estimates.file)})' if estimates.file else ''}", ""]
+    lines += [
+        f"- stage {for_markdown(name)}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()
+    ]
     lines += (
         [f"- {estimates.hbm_gib:.2f} GiB per chip are resident between steps"] if estimates.hbm_gib is not None else []
     )
-    lines += [f"- {estimates.reason}"] if estimates.reason else []
+    lines += [f"- {for_markdown(estimates.reason)}"] if estimates.reason else []
     return "\n".join(lines) + "\n"
 
 

@@ -445,7 +445,7 @@ class Trainer:
     def run(self) -> None:
         """Load, evaluate, train every stage, evaluate, export."""
         self.stop.install()
-        if self.runtime.world_size == 1 and self.seat is None:
+        if self.runtime.hosts.size == 1 and self.runtime.rank == 0 and self.seat is None:
             self.stop.end_where_stuck(self.has_saved)
         with self.watch.measure("load"):
             self.build()
