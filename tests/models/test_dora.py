@@ -170,7 +170,8 @@ def test_a_row_of_zeros_has_a_length_and_gradients_without_nan() -> None:
     with torch.no_grad():
         layer.weight[0] = 0
         layer.lora_B[0] = 0
-        layer.lora_magnitude_vector.copy_(layer._row_norms(torch.float32))  # type: ignore[union-attr]
+        norms = row_norms(layer.weight, layer.lora_A, layer.lora_B, scale=layer.scale)
+        layer.lora_magnitude_vector.copy_(norms)
     layer(drawn(2, IN)).square().sum().backward()
     for parameter in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
         assert parameter is not None

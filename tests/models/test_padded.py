@@ -200,11 +200,11 @@ def test_steps_and_evaluations_are_those_of_plain_torch(
     dropout = config.lora.dropout
     runs = [Run(config, runtime) for runtime in (xla, eager)]
     assert [paddings(run.model.module) for run in runs] == [expected, {}]
-    before = {part.path: part.matrix.cpu().clone() for part in padded_parts(runs[0])}
+    before = {part.path: part.matrix(part.weight.dtype).cpu().clone() for part in padded_parts(runs[0])}
     losses = [list(trained(run, accumulation=accumulation, dropout=dropout)) for run in runs]
     assert torch.tensor(losses[0]).sub(torch.tensor(losses[1])).abs().max() < 1e-5
     for part in padded_parts(runs[0]):
-        assert torch.equal(part.matrix.cpu(), before[part.path])
+        assert torch.equal(part.matrix(part.weight.dtype).cpu(), before[part.path])
     trained_values = unstacked(runs[0].parameters)
     for name, value in runs[1].parameters.items():
         torch.testing.assert_close(trained_values[name].cpu(), value, atol=1e-4, rtol=0)

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.models.adapters.layouts import QuantisedLora, TransposedLora
 from tpu_experiments.models.adapters.linear import Linear, LoraLinear
-from tpu_experiments.models.adapters.quantised import QuantLinear, parts_of
+from tpu_experiments.models.adapters.quantised import QuantLinear
 from tpu_experiments.models.parts.float32_gradients import product
 from tpu_experiments.models.stack.layer_graph import LOW, named
 
@@ -84,10 +84,6 @@ class DoraLinear(LoraLinear):
         """Take the lengths for divided by the norms of the rows from now on, which frozen weights need once."""
         self.is_divided = True
 
-    def matrix_in(self, dtype: torch.dtype) -> Tensor:
-        """Return W (N, K)."""
-        return self.weight
-
     def forward(self, x: Tensor) -> Tensor:
         """Return m (W + scale B A) x / |W + scale B A| + bias.
 
@@ -97,29 +93,19 @@ class DoraLinear(LoraLinear):
         kept = self.dropped(x)
         plain = self.frozen(kept, None)
         out = named(plain + product(low, self.lora_B), self.leaf)
-        norm = None if self.is_divided else named(self._row_norms(x.dtype), LOW)
+        norm = None
+        if not self.is_divided:
+            norm = named(row_norms(self.matrix(x.dtype), self.lora_A, self.lora_B, scale=self.scale), LOW)
         scaled = with_length(out, self.lora_magnitude_vector, norm, self.bias)
         return scaled if kept is x else scaled + named(self.frozen(x, None) - plain, self.leaf)
-
-    def _row_norms(self, dtype: torch.dtype) -> Tensor:
-        return row_norms(self.matrix_in(dtype), self.lora_A, self.lora_B, scale=self.scale)
 
 
 class TransposedDora(DoraLinear, TransposedLora):
     """A `DoraLinear` of GPT-2's Conv1D."""
 
-    def matrix_in(self, dtype: torch.dtype) -> Tensor:
-        """Return W (N, K)."""
-        return self.weight.t()
-
 
 class QuantisedDora(DoraLinear, QuantisedLora):
     """A `DoraLinear` of codes and scales."""
-
-    def matrix_in(self, dtype: torch.dtype) -> Tensor:
-        """Return W (N, K), decoded."""
-        assert self.format is not None
-        return self.format.decode(parts_of(self), dtype=dtype)
 
 
 def dora_of(linear: Linear) -> type[DoraLinear]:

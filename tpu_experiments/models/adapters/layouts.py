@@ -2,12 +2,12 @@
 
 import math
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.models.adapters.linear import Linear, LoraLinear, multiplied, put_in_place
-from tpu_experiments.models.adapters.quantised import QuantLinear, frozen_product, parts_of
+from tpu_experiments.models.adapters.quantised import Format, QuantLinear, frozen_product, parts_of
 from tpu_experiments.models.parts.contracted import forked, into_heads, out_of_heads, together
 from tpu_experiments.models.stack.layer_graph import LOW, named
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
@@ -22,9 +22,9 @@ class TransposedLora(LoraLinear):
 
     is_transposed, is_formula = True, False
 
-    def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what the layer computes without its adapter."""
-        return F.linear(x, self.weight.t(), bias)
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return W (N, K)."""
+        return self.weight.t()
 
 
 class QuantisedLora(LoraLinear):
@@ -36,11 +36,14 @@ class QuantisedLora(LoraLinear):
         """Wrap a `QuantLinear`."""
         super().__init__(linear, r=r, scale=scale, dropout=dropout, name=name)
         assert isinstance(linear, QuantLinear)
-        self.format = linear.format
+        self.format: Format = linear.format
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return W (N, K), decoded."""
+        return self.format.decode(parts_of(self), dtype=dtype)
 
     def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what the layer computes without its adapter."""
-        assert self.format is not None
+        """Return what the layer computes without its adapter, in products that keep no decoded weight."""
         return frozen_product(x, parts_of(self), format=self.format, bias=bias)
 
 
@@ -51,11 +54,6 @@ class WideLora(LoraLinear):
     """
 
     row_shards = 1
-
-    @property
-    def matrix(self) -> Tensor:
-        """W (N, K)."""
-        return self.weight
 
     def pays_together(self, x: Tensor, *, narrow: int, wide: int) -> bool:
         """Return whether a program of XLA's gains by it; a pack's adapters stay apart."""
@@ -79,7 +77,7 @@ class OneProduct(WideLora):
         if not self.pays(x):
             return super().forward(x)
         joined, first = self.siblings.joined(self, x)
-        out = together(joined, self.matrix, self.lora_B, first=first)
+        out = together(joined, self.matrix(x.dtype), self.lora_B, first=first)
         return out if self.bias is None else out + self.bias
 
 
@@ -99,7 +97,7 @@ class OneGradient(WideLora):
         """Map (..., in_features) to (..., out_features), in the data type of `x`."""
         if not self.pays(x):
             return super().forward(x)
-        out, low = forked(x, self.matrix, self.lora_A * self.scale)
+        out, low = forked(x, self.matrix(x.dtype), self.lora_A * self.scale)
         out = out + multiplied(named(low, LOW), self.lora_B)
         return out if self.bias is None else out + self.bias
 

@@ -57,7 +57,11 @@ class LoraLinear(nn.Module):
 
     def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what the layer computes without its adapter."""
-        return F.linear(x, self.weight, bias)
+        return F.linear(x, self.matrix(x.dtype), bias)
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return W (N, K), in this data type where it is decoded."""
+        return self.weight
 
     def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
         """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""

@@ -83,14 +83,9 @@ class PaddedLora(WideLora):
         """Whether steps write the adapter into the weight that the device holds."""
         return not self.is_gathered
 
-    @property
-    def matrix(self) -> Tensor:
-        """W (N, K), without padding."""
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return W (N, K), without padding."""
         return self.weight[..., : self.out_features, : self.in_features]
-
-    def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what the layer computes without its adapter."""
-        return F.linear(x, self.matrix, bias)
 
     def values(self, value_of: Callable[[LoraLinear, str], Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield the parts of adapters that the padding holds, and the row and column that each begins at.
