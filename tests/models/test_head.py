@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_loss import largest
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.models.adapters.lora import LoraLinear
+from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.objectives.next_token import next_token_loss

@@ -19,9 +19,9 @@ from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.calibrated import GridForm, TrainedGrid
 from tpu_experiments.export.quantised import write_quantised
 from tpu_experiments.export.weights import Effect, whole_model
-from tpu_experiments.models.adapters.lora import RoundedLinear
 from tpu_experiments.models.adapters.low_rank_qat import (
     EXPONENT,
+    RoundedLinear,
     decoded,
     fixed_point,
     fold,

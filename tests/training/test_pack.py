@@ -10,7 +10,7 @@ from tests.models.test_lora_peft import peft_loss, peft_name
 from tests.training.tiny import ARCHITECTURES, built, plain_config, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.adapters.lora import scale_of
-from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each
+from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each, split_over
 from tpu_experiments.models.parts.dropout import NOISE, threshold_of
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
@@ -75,7 +75,7 @@ def packed_runs(config, runtime, points=POINTS, *, scales_loss=False):
     rank, dropout = max(point[0] for point in points), max(point[2] for point in points)
     common = replace(config.lora, r=rank, alpha=float(rank), dropout=dropout)
     module = build_model(
-        model_source(config), lora=common, seed=0, place=runtime.place, folding=runtime.folding
+        model_source(config), lora=common, seed=0, place=runtime.place, folding=runtime.folding, is_packed=True
     ).module.train()
     return runs, PackedStep(module, [run.step for run in runs])
 
@@ -225,7 +225,8 @@ def test_rows_keep_their_device_and_their_order():
     back = rows_of_each(joined[0], num=3, num_shards=2)
     assert all(torch.equal(part, each[0]) for part, each in zip(back, own, strict=True))
     x, weight = torch.randn(12, 5, 7), torch.randn(3, 6, 7)
-    parts = rows_of_each(by_adapter(x, weight, num_shards=2), num=3, num_shards=2)
+    with split_over(2):
+        parts = rows_of_each(by_adapter(x, weight), num=3, num_shards=2)
     for k, part in enumerate(rows_of_each(x, num=3, num_shards=2)):
         torch.testing.assert_close(parts[k], part @ weight[k].T)
 
