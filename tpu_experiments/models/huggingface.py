@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -46,7 +45,8 @@ from tpu_experiments.models.families.xlstm import xLSTMForCausalLM
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.parts.experts import EVERY_EXPERT
-from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
+from tpu_experiments.models.parts.named import Named
+from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, UNFIT, rehearse
 from tpu_experiments.models.sources.buffers import (
     compute_buffers,
     keep_made_tensors,
@@ -163,26 +163,6 @@ OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {
     (CLASSIFIER, LONGFORMER): LongformerForSequenceClassification,
 }
 """Classes of the project in the place of transformers', by head and model type, with the same parameters."""
-UNFIT = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions that transformers' classes raise over inconsistent values."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """One parameter on the host, under Hugging Face's name."""
-
-    name: str
-    tensor: Tensor
 
 
 @dataclass(frozen=True)

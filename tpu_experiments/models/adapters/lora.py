@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
 from tpu_experiments.models.adapters.dora import row_norms, with_length
+from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
 from tpu_experiments.models.adapters.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
 from tpu_experiments.models.adapters.packed import by_adapter
 from tpu_experiments.models.adapters.padded import (
@@ -36,12 +37,10 @@ from tpu_experiments.models.adapters.padded import (
     with_low,
 )
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
-from tpu_experiments.models.huggingface import Named
 from tpu_experiments.models.parts.contracted import contracted, forked, into_heads, out_of_heads, together
 from tpu_experiments.models.parts.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.parts.float32_gradients import product
-from tpu_experiments.models.sources.conversion import lost_in_peft
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, Named, named
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked

@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.models.parts.contracted import summed_over
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.ops import apart, widened, written
 

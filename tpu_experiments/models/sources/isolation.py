@@ -21,9 +21,10 @@ from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.models.families import classification, longformer, mlstm, xlstm
-from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.passes.generation import without_kernel
 from tpu_experiments.storage.cache import default_folder
 
