@@ -28,7 +28,7 @@ from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import read_state, snapshot, zero_state
 from tpu_experiments.config.schema import CheckpointConfig
 from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names
 from tpu_experiments.storage.spool import Spool
 

@@ -12,8 +12,9 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.adapters.dora import DoraLinear, dora_of, row_norms
 from tpu_experiments.models.adapters.lora import MAGNITUDE, A, B, adapter_weights, scale_of
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.dropout import noise
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime

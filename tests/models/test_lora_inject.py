@@ -10,8 +10,9 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
 from tpu_experiments.models.adapters.lora import adapter_weights, inject, scale_of
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.dropout import noise
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import build_model, describe
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla

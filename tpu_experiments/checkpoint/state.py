@@ -25,7 +25,8 @@ from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.ema import LAG
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.boxes import Box
-from tpu_experiments.runtime.ops import PlaceTensor, host_copy
+from tpu_experiments.runtime.host_copies import host_copy
+from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, file_name, require_finite, shards

@@ -30,8 +30,9 @@ from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
 from tpu_experiments.optim.group_rates import with_group_rates
+from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
-from tpu_experiments.runtime.ops import on_host, python_loop, unconstrained
+from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.training.batches import first_mix, has_noise, stage_rows, training_tensors, with_step_noise

@@ -43,7 +43,7 @@ from tpu_experiments.models.passes.loss import TokenScores
 from tpu_experiments.objectives.base import Measured
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.ops import host_copy, on_host
+from tpu_experiments.runtime.host_copies import host_copy, on_host
 from tpu_experiments.training.step import ROW_TENSORS, RowLoss
 
 WORDS = "words"

@@ -61,7 +61,7 @@ from tpu_experiments.optim.ema import LAG, Averages
 from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.optim.loss_scale import with_loss_scale
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.runtime.stacked import is_stack, stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Mirror

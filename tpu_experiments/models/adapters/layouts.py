@@ -65,7 +65,7 @@ class OneProduct(WideLora):
     """An adapter whose B is multiplied together with the frozen weight, which costs copies of both operands.
 
     That pays where outputs, and the tokens of a chip, are many: the MLP of a layer of Qwen2.5 0.5B, forward and
-    backward for 8,192 tokens on v6e, takes 2,412 instead of 2,743 us (tests/benchmarks/README.md, Small models).
+    backward for 8,192 tokens on v6e, takes 2,412 instead of 2,743 us (tests/benchmarks/RESULTS.md).
     """
 
     def pays(self, x: Tensor) -> bool:

@@ -24,10 +24,10 @@ from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_targe
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
 from tpu_experiments.models.adapters.layouts import layout_of
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
+from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, fixed_point, fold
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, quantised_shapes
-from tpu_experiments.models.huggingface import Named
-from tpu_experiments.models.sources.conversion import lost_in_peft
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from tpu_experiments.models.adapters.layouts import TOGETHER_RATIO, OneGradient, OneProduct, WideLora
 from tpu_experiments.models.adapters.linear import LoraLinear, multiplied, put_in_place
 from tpu_experiments.models.parts.contracted import summed_over
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.ops import apart, widened, written
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, is_stack

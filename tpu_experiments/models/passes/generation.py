@@ -18,11 +18,17 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.huggingface import UNFIT
 from tpu_experiments.models.parts.attention import FLASH
-from tpu_experiments.models.passes.forward import attention_input, by_layer_type, first_position, in_attention_form
+from tpu_experiments.models.passes.forward import (
+    UNFIT,
+    attention_input,
+    by_layer_type,
+    first_position,
+    in_attention_form,
+)
 from tpu_experiments.runtime.base import Batch, Runtime
-from tpu_experiments.runtime.ops import Tensors, on_host
+from tpu_experiments.runtime.host_copies import on_host
+from tpu_experiments.runtime.ops import Tensors
 
 
 class FreshCache:

@@ -35,11 +35,12 @@ from tpu_experiments.models.adapters.padded import (
     with_padding,
 )
 from tpu_experiments.models.adapters.quantised import as_parts, format_of, quantise_linears, quantised_shapes
-from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, head_parameters
 from tpu_experiments.models.parts.bitnet import make_ternary
 from tpu_experiments.models.parts.contracted import LinearOfHeads
 from tpu_experiments.models.parts.distances import pick_by_products
 from tpu_experiments.models.parts.dropout import drop_by_rows
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.stack.fold import fold
 from tpu_experiments.models.stack.recomputed import recompute
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat

@@ -24,7 +24,8 @@ from tpu_experiments.models.adapters.lora import (
 )
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, grid_of
 from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor

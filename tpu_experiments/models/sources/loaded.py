@@ -27,9 +27,10 @@ from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models import huggingface
 from tpu_experiments.models.adapters import lora as adapters
-from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, UNFIT, HuggingFaceModel, decoder_config, silent
+from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, HuggingFaceModel, decoder_config, silent
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.sources import buffers, build, conversion
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.models.stack.fold import decoder_layers

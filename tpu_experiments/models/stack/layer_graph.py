@@ -22,12 +22,11 @@ from torch._functorch.partitioners import (
 )
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
+from tpu_experiments.models.parts.named import LOW, NAMED, named
 from tpu_experiments.runtime.kernels.attention import BACKWARD
 from tpu_experiments.runtime.kernels.contraction import CONTRACTION
 from tpu_experiments.runtime.ops import APART
 
-LOW = "low"
-"""Name of an adapter's low-rank product A x, r numbers per token, and of DoRA's norms: always saved."""
 PROJECTIONS = SAVABLE[1:]
 READ_APART = tuple(name for name in PROJECTIONS if name != "down_proj")
 """Projections that are read behind a barrier where they are saved. Of a layer whose down_proj is, because a norm reads
@@ -38,23 +37,7 @@ VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torc
 MUL = torch.ops.aten.mul.Tensor
 PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default, MUL)
 SUM = torch.ops.aten.sum.dim_IntList
-SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
-
-
-@torch.library.custom_op("tpu_experiments::named", mutates_args=())
-def named(x: Tensor, name: str) -> Tensor:
-    """Return `x` under a name by which a remat policy can save it."""
-    return x.clone()
-
-
-@named.register_fake
-def _(x: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-NAMED = torch.ops.tpu_experiments.named.default
-SAME_NUMBERS.add(NAMED)
-named.register_autograd(lambda ctx, grad: (grad, None))
+SAME_NUMBERS = {NAMED, *(getattr(torch.ops.aten, name).default for name in AS_THEY_ARE)}
 
 
 @dataclass(frozen=True)
