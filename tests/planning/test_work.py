@@ -10,7 +10,7 @@ from tests.planning.examples import MISTRAL, TARGETS
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.flops import flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.adapters.lora import inject
-from tpu_experiments.optim.build import optimizer_of
+from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_attention_flops
 

@@ -26,7 +26,7 @@ from tpu_experiments.models.sources.build import describe, shapes_of_base
 from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.models.sources.loaded import require_loaded
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
-from tpu_experiments.optim.decay_groups import require_decay_patterns
+from tpu_experiments.optim.facts import require_decay_patterns
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
