@@ -71,7 +71,7 @@ DEFECTS = (
     Defect(
         "gradients are not clipped",
         "tpu_experiments/training/step.py",
-        "clip(named, norm=norm, limit=self.clip_norm)",
+        "self.updates.clipped(named, norm=norm)",
         "named",
         "tests/training/test_step.py tests/training/test_parity.py tests/training/test_processes.py",
     ),

@@ -1,13 +1,15 @@
 """Updates of the parameters: any optimizer with the facts of each parameter, and what is kept beside its state."""
 
 import functools
+import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config, OptimConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.optim.base import Named, Optimizer, ParameterGroup, State, clip, global_norm
@@ -93,12 +95,38 @@ def with_decay(state: State, decay: Tensor) -> State:
 
 
 def optimizer_of(config: Config) -> Optimizer:
-    """Make the optimizer that `optim._target_` names, with its own settings and `optim.options`."""
+    """Make the optimizer that `optim._target_` names, with its own settings and `optim.options`.
+
+    Raises:
+        ConfigError: the class does not accept them, or its `update` not what it is given.
+    """
     common = {field.name for field in fields(OptimConfig)}
     settings = {name: value for name, value in asdict(config.optim).items() if name not in common}
-    options = settings.pop("options", {})
-    optimizer: Optimizer = locate(config.optim._target_, key="optim")(**settings, **options)
+    settings |= settings.pop("options", {})
+    kind = locate(config.optim._target_, key="optim")
+    try:
+        inspect.signature(kind).bind(**settings)
+        inspect.signature(kind.update).bind(None, {}, {}, {}, lr=None, decay={})
+    except TypeError as error:
+        raise ConfigError(
+            f"optim._target_={config.optim._target_} with {settings}; {kind.__name__} says: {error}; it takes "
+            "optim.options by name, and its update(parameters, grads, state, *, lr, decay) what "
+            "tpu_experiments/optim/base.py says."
+        ) from error
+    optimizer: Optimizer = kind(**settings)
     return optimizer
+
+
+def state_bytes_of(config: Config) -> Callable[[tuple[int, ...]], float]:
+    """Return the bytes of the optimizer's state of one parameter by its shape, from tensors on the meta device."""
+    optimizer = optimizer_of(config)
+
+    @functools.cache
+    def state_bytes(shape: tuple[int, ...]) -> float:
+        state = optimizer.init({"weight": torch.empty(shape, device="meta")})
+        return float(sum(tensor.nbytes for tensor in state["weight"].values()))
+
+    return state_bytes
 
 
 def updates_of(

@@ -27,6 +27,7 @@ from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.models.sources.loaded import require_loaded
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
 from tpu_experiments.optim.facts import require_decay_patterns
+from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
@@ -60,6 +61,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
         ConfigError: something the user can fix; nothing was written.
     """
     check_targets(config)
+    optimizer_of(config)
     check_loggers(config)
     vocab_size = check_model(config)
     require_dense(config)
