@@ -103,6 +103,8 @@ def test_the_state_under_a_trainer_of_ones_own_is_not_certain(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"trained weights 1\.84, optimizer state 3\.68, gradients 0\.92 are 6\.44"):
         check_memory(config)
     foreign = replace(config, trainer=replace(config.trainer, _target_="mine.Trainer"))
+    missing = replace(config, optim=replace(config.optim, _target_="mine.Plain"))
+    assert finding(missing) is None, "what is wrong is said later, in a sentence"
     found = finding(foreign)
     assert found is not None
     assert found.certainty == "estimated"

@@ -46,7 +46,7 @@ def own_state_bytes(config: Config) -> Callable[[tuple[int, ...]], float]:
     Only for such a one is torch loaded here.
 
     Raises:
-        ConfigError: the class cannot be imported.
+        ConfigError: the class cannot be imported, or does not accept its settings.
     """
     from tpu_experiments.optim.updates import state_bytes_of
 
