@@ -71,8 +71,8 @@ DEFECTS = (
     Defect(
         "gradients are not clipped",
         "tpu_experiments/training/step.py",
-        "return clip(grads, norm=norm, limit=self.clip_norm)",
-        "return grads",
+        "self.updates.clipped(named, norm=norm)",
+        "named",
         "tests/training/test_step.py tests/training/test_parity.py tests/training/test_processes.py",
     ),
     Defect(

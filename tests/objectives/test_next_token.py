@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.tiers import only
 from tests.training.runs import finished, losses, run
-from tests.training.tiny import Run, built, random_batch
+from tests.training.tiny import Run, built, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
@@ -79,7 +80,7 @@ def test_a_loss_is_divided_by_its_own_count(make_config, accumulation):
     objective = PerRow(computing=Computing())
     batch = random_batch(1, accumulation=accumulation)
     batch["learn"][0, 1] = 0
-    stepped = Run(config, runtime, clip_norm=None, row_loss=objective.row_loss)
+    stepped = Run(config, runtime, updates=partial(plain_updates, clip_norm=None), row_loss=objective.row_loss)
     stepped.step.count = objective.count
     leaves = {name: p.detach().clone().requires_grad_() for name, p in stepped.parameters.items()}
     rows = {name: batch[name].flatten(0, 1) for name in ("ids", "learn", "positions", "segments")}

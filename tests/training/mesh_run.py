@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from tests.config.composing import composed
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.config.schema import Config
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS = 20
@@ -40,7 +39,7 @@ def main(*words: str) -> None:
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
-    run = Run(config, runtime, optimizer=optimizer_of(config))
+    run = Run(config, runtime, updates=configured(config))
     if is_beside and not padded.padded_adapters(run.model.module):
         raise RuntimeError("no weight is padded")
     losses = torch.tensor(run.losses(batches))
@@ -90,7 +89,7 @@ def on_one_device(config: Config, batches: list[dict[str, torch.Tensor]]) -> tup
     from tpu_experiments.runtime.eager import EagerRuntime
 
     hw = HwConfig(name="cpu", device="cpu", runtime="eager", parallel="inline", num_devices=1)
-    run = Run(config, EagerRuntime(hw), optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(hw), updates=configured(config))
     return torch.tensor(run.losses(batches)), run.parameters
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models.test_lora_peft import peft_loss, peft_name
-from tests.training.tiny import ARCHITECTURES, built, plain_config, random_batch
+from tests.training.tiny import ARCHITECTURES, built, plain_config, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.adapters.lora import scale_of
 from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each, split_over
@@ -15,8 +15,6 @@ from tpu_experiments.models.parts.dropout import NOISE, threshold_of
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import next_token_loss
-from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.optim.loss_scale import LossScaled
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.pack import PackedStep, require_packable
 from tpu_experiments.training.step import ACTIVE, TrainStep
@@ -43,13 +41,13 @@ class Alone:
         model.module.train()
         self.parameters = {name: tensor.clone() for name, tensor in model.trainable.items()}
         self.model, self.module = model, model.module
-        optimizer = AdamW(weight_decay=0.01 * self.seed, beta1=0.9, beta2=0.95, eps=1e-8)
-        optimizer = LossScaled(optimizer) if scales_loss else optimizer
-        self.state = optimizer.init(self.parameters)
+        updates = plain_updates(
+            self.parameters, weight_decay=0.01 * self.seed, clip_norm=clip_norm, is_scaled=scales_loss
+        )
+        self.state = updates.init(self.parameters)
         self.step = TrainStep(
             model.module,
-            optimizer=optimizer,
-            clip_norm=clip_norm,
+            updates=updates,
             sum_over_processes=list,
             row_loss=next_token_loss,
             loop=runtime.loop,

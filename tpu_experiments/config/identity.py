@@ -91,6 +91,7 @@ ADDED: dict[str, Any] = {
     "optim.scale_lr_ratio": 0.01,
     "optim.no_decay": [],
     "optim.ema": 0.0,
+    "optim.options": {},
     "lora.dora": False,
     "objective.name": "next_token",
     "objective._target_": NextTokenConfig._target_,

@@ -4,6 +4,8 @@ Models, adapters and sharding (model_schema.py), data (data_schema.py), hw, star
 Values are set in conf/*.yaml; `register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -358,7 +360,7 @@ class OptimConfig:
     """Settings common to all optimizers."""
 
     _target_: str = MISSING
-    """Swap point: class with `init(params)` and `update(params, grads, state, lr)`."""
+    """Swap point: class with `init` and `update` (tpu_experiments/optim/base.py)."""
     lr: float | None = number(default=None, above=0)
     """Peak learning rate; null takes `model.lr`."""
     weight_decay: float = number(default=0.0, at_least=0)
@@ -404,6 +406,14 @@ class AdamW8bitConfig(AdamWConfig):
 
 
 @dataclass
+class OwnOptimConfig(OptimConfig):
+    """An optimizer of the user's own."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the class, as arguments of these names."""
+
+
+@dataclass
 class AdafactorConfig(OptimConfig):
     """Adafactor (arXiv 1804.04235) with an external learning rate and no first moment."""
 
@@ -416,6 +426,27 @@ class AdafactorConfig(OptimConfig):
     """Smallest root mean square of a parameter in the relative step size."""
     clip_threshold: float = number(default=1.0, above=0)
     """Largest root mean square of an update."""
+
+
+def _two_moments(shape: tuple[int, ...]) -> float:
+    return 8.0 * math.prod(shape)
+
+
+def _in_8_bits(shape: tuple[int, ...]) -> float:
+    elements = math.prod(shape)
+    return 8.0 * elements if elements < MIN_ELEMENTS else 2.0 * elements + 8 * math.ceil(elements / BLOCK)
+
+
+def _factored(shape: tuple[int, ...]) -> float:
+    return 4.0 * (sum(shape[-2:]) * math.prod(shape[:-2]))
+
+
+STATE_BYTES: dict[str, Callable[[tuple[int, ...]], float]] = {
+    AdamWConfig._target_: _two_moments,
+    AdamW8bitConfig._target_: _in_8_bits,
+    AdafactorConfig._target_: _factored,
+}
+"""Optimizers of this project, by class, and the bytes of the state of one parameter, by its shape."""
 
 
 # ---- trainer, samples and loggers ---------------------------------------------------------------------------
@@ -606,7 +637,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,
         "base_adafactor": AdafactorConfig,
-        "base": OptimConfig,
+        "base": OwnOptimConfig,
     },
     "schedule": {"base": ScheduleConfig},
     "sharding": {"base": ShardingConfig},

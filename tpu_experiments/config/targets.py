@@ -7,17 +7,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 
 
 def locate(target: str, *, key: str) -> Any:
     """Import the object that `target` (package.module.Name) names; `key` is its config key.
 
     Raises:
-        ConfigError: the module has no such name.
+        ConfigError: the module has no such name, or is the user's own and cannot be imported.
     """
     module_name, _, name = target.rpartition(".")
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if target.startswith("tpu_experiments."):
+            raise
+        raise ConfigError(f"{key}._target_={target}; {failure_of(error)}") from error
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
         raise ConfigError(f"{key}._target_={target}; {module_name} has no {name}. {suggest(name, public)}")

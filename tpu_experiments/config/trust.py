@@ -20,9 +20,7 @@ from tpu_experiments.config.folders import CONF, PACKAGE
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.schema import (
     GROUPS,
-    AdafactorConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
+    STATE_BYTES,
     ClassifyConfig,
     Config,
     MaskedConfig,
@@ -51,7 +49,7 @@ OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
     "data.*": frozenset({DataSourceConfig._target_}),
     "objective": frozenset(kind._target_ for kind in OBJECTIVES),
-    "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
+    "optim": frozenset(STATE_BYTES),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
 }

@@ -6,14 +6,13 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
-from tpu_experiments.config.errors import ConfigError, failure_of
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
 from tpu_experiments.config.targets import locate
@@ -26,7 +25,8 @@ from tpu_experiments.models.sources.build import describe, shapes_of_base
 from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.models.sources.loaded import require_loaded
 from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
-from tpu_experiments.optim.decay_groups import require_decay_patterns
+from tpu_experiments.optim.facts import require_decay_patterns
+from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
@@ -60,6 +60,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
         ConfigError: something the user can fix; nothing was written.
     """
     check_targets(config)
+    optimizer_of(config)
     check_loggers(config)
     vocab_size = check_model(config)
     require_dense(config)
@@ -111,7 +112,7 @@ def check_targets(config: Config) -> None:
     named = {f"data.{name}": source._target_ for name, source in config.data.items()}
     named |= {f"logger.{name}": logger._target_ for name, logger in config.logger.items()}
     named |= {key: getattr(config, key)._target_ for key in SWAPPED}
-    found = {key: _imported(target, key=key) for key, target in named.items()}
+    found = {key: locate(target, key=key) for key, target in named.items()}
     for key, methods in SWAPPED.items():
         target, kind = named[key], found[key]
         needed = [name for name in methods if name != "scores" or getattr(kind, "has_scores", True)]
@@ -139,22 +140,6 @@ def check_targets(config: Config) -> None:
             f"head={head!r} one of {', '.join((*HEADS, OWN_HEAD))}; set them in the class, or leave them out for a "
             "decoder."
         )
-
-
-def _imported(target: str, *, key: str) -> Any:
-    """Import the object that a `_target_` names.
-
-    Raises:
-        ConfigError: it does not exist, or importing a module of the user's own fails.
-    """
-    try:
-        return locate(target, key=key)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if target.startswith("tpu_experiments."):
-            raise
-        raise ConfigError(f"{key}._target_={target}; {failure_of(error)}") from error
 
 
 def check_loggers(config: Config) -> None:

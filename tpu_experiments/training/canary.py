@@ -26,10 +26,8 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.adapters.lora import A, B
 from tpu_experiments.models.sources.build import build_model
-from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
-from tpu_experiments.optim.group_rates import with_group_rates
 from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
@@ -265,18 +263,15 @@ def step_on_host(model: HostModel, rows: Batch) -> Report:
         host = model.trainer
         config, parameters, stage = host.config, host.parameters, host.inputs.stages[0]
         host.model.module.train()  # with dropout, whose masks equal those on the devices
-        groups = groups_of(host.objective, list(parameters), clip_norm=config.optim.clip_norm)
-        optimizer = with_group_rates(host.build_optimizer(), groups)
+        updates = replace(host.build_updates(parameters), is_scaled=False)
         step = TrainStep(
             host.model.module,
-            optimizer=optimizer,
-            clip_norm=config.optim.clip_norm,
+            updates=updates,
             sum_over_processes=list,
             row_loss=host.row_loss,
             count=host.objective.count,
-            groups=groups,
         )
-        state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
+        state = zero_state(updates, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
         _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr, mix=first_mix(config)))
     return Report(float(output.loss), float(output.grad_norm), first_slots(new))

@@ -17,7 +17,7 @@ from tpu_experiments.models.adapters.layouts import QuantisedLora, TransposedLor
 from tpu_experiments.models.adapters.linear import Linear, LoraLinear
 from tpu_experiments.models.adapters.quantised import QuantLinear
 from tpu_experiments.models.parts.float32_gradients import product
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 
 SMALLEST = 1e-24
 """Lower bound of a squared norm, for rows of zeros."""

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from tpu_experiments.models.adapters.linear import Linear, LoraLinear, multiplied, put_in_place
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, frozen_product, parts_of
 from tpu_experiments.models.parts.contracted import forked, into_heads, out_of_heads, together
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 
 TOGETHER_RATIO, TOGETHER_TOKENS = 2, 4

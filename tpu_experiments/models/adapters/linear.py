@@ -17,7 +17,7 @@ from tpu_experiments.models.adapters.quantised import Format, QuantLinear
 from tpu_experiments.models.parts.contracted import contracted
 from tpu_experiments.models.parts.dropout import dropped, layer_and_hash, noise_in_use
 from tpu_experiments.models.parts.float32_gradients import product
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 
 Linear: TypeAlias = nn.Linear | Conv1D | QuantLinear
