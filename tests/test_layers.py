@@ -85,7 +85,7 @@ def test_the_launcher_takes_nothing_of_torch_xla_but_launch() -> None:
 
 
 def test_the_config_names_no_framework() -> None:
-    files = sorted((PACKAGE / "config").glob("*.py"))
+    files = sorted((PACKAGE / "config").rglob("*.py"))
     assert files
     assert [name_of(f) for f in files if {name.split(".")[0] for name in imported(f)} & FRAMEWORKS] == []
 

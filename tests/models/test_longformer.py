@@ -14,7 +14,7 @@ from tests.training.runs import finished, run
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.config.schema import MaskedConfig
+from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import HuggingFaceModel

@@ -16,14 +16,12 @@ from typing import Any, ClassVar, Literal
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_places, num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
+from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.masked import MaskedConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
 from tpu_experiments.config.recurrence import chunk_of
-from tpu_experiments.config.schema import (
-    ClassifyConfig,
-    Config,
-    MaskedConfig,
-    MaskedDiffusionConfig,
-    ReplacedTokenConfig,
-)
+from tpu_experiments.config.schema import Config
 
 REQUIRED = (
     "hidden_size",

@@ -13,7 +13,9 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
+from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores

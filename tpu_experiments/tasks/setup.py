@@ -15,7 +15,8 @@ from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
 from tpu_experiments.config.errors import ConfigError, failure_of
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.adapters.lora import require_read_by_peft

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (
     Batch,
@@ -74,7 +74,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         chat_format=config.model.chat_format,
         remote_code=config.model.remote_code,
     )
-    return closing_texts(tokenizer) if isinstance(config.objective, ClassifyConfig) else tokenizer
+    return closing_texts(tokenizer) if config.objective.reads_labels else tokenizer
 
 
 def prepared_folder(config: Config) -> str:
@@ -113,7 +113,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
     cache = CacheSettings(
         folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
     )
-    labels = config.objective.labels if isinstance(config.objective, ClassifyConfig) else None
+    labels = config.objective.known_labels()
     return Preparation(
         config.prepare,
         folder,
@@ -121,7 +121,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         own_readers(config),
         cache if paths.is_remote(folder) else None,
         is_lookup,
-        is_labelled=isinstance(config.objective, ClassifyConfig),
+        is_labelled=config.objective.reads_labels,
         labels=None if labels is None else tuple(labels),
     )
 

@@ -12,8 +12,10 @@ from huggingface_hub.repocard_data import EvalResult
 from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.escaping import as_code, fenced, for_markdown
+from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.export.card import CARD, adapter_code, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import has_bound, has_perplexity, head_of, writes_text

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from tpu_experiments.config.escaping import for_terminal
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.bootstrap import Sums

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, MaskedConfig
+from tpu_experiments.config.objectives.masked import MaskedConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
 from tpu_experiments.objectives.base import Computing, model_source, objective_of, writes_text
 from tpu_experiments.objectives.masked import Masked

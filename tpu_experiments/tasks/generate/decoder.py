@@ -3,7 +3,8 @@
 from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, GenerateTaskConfig
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.denoising import Denoiser
