@@ -4,10 +4,12 @@ import pytest
 
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.config import model_schema
 from tpu_experiments.metrics import flops
 from tpu_experiments.metrics import flops as flops_module
-from tpu_experiments.metrics.flops import read_decoder, trained_flops, utilisation
+from tpu_experiments.metrics.flops import read_decoder, utilisation
 from tpu_experiments.models.stack import layer_graph
+from tpu_experiments.objectives.base import trained_flops
 
 ROWS, SEQ_LEN = 2, 64
 
@@ -80,7 +82,7 @@ def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monke
 
 
 def test_what_a_policy_saves_is_what_the_layers_save() -> None:
-    assert flops.SAVED is layer_graph.SAVED
+    assert model_schema.SAVED is layer_graph.SAVED
 
 
 def test_a_named_projection_is_not_computed_again() -> None:

@@ -88,7 +88,7 @@ def test_nothing_is_measured_without_texts():
 
 def test_predictions_stand_before_each_label(module, logits):
     rows, _, _ = relabelled_rows()
-    found = Classify(labels=LABELS).predictions(module, dict(module.named_parameters()), rows)
+    found = Classify(labels=LABELS).document_scores(module, dict(module.named_parameters()), rows)
     at = (rows["learn"] > 0).roll(-1, 1)
     assert torch.equal(found.weights_RT > 0, at)
     assert found.hits_RT[at].tolist() == logits.argmax(-1).tolist()

@@ -192,6 +192,6 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
 def test_an_objective_that_does_not_say_what_it_needs_is_refused(make_config, monkeypatch):
     """Before anything is written, and not by a traceback in the middle of a run."""
     config = make_config(*TINY)
-    monkeypatch.delattr(NextToken, "has_scores")
+    monkeypatch.setattr(NextToken, "has_scores", "loss")
     with pytest.raises(ConfigError, match=r"^objective\._target_=.*NextToken; its has_scores must be True or False"):
         check_targets(config)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_experiments.objectives.base import groups_of
+from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.optim.group_rates import GroupRates, with_group_rates
@@ -130,4 +130,4 @@ def test_equal_rates_need_no_groups_in_the_optimizer():
 
 
 def test_an_objective_without_groups_has_none():
-    assert groups_of(object(), ["a"], clip_norm=1.0) == ()
+    assert Objective().parameter_groups(["a"], clip_norm=1.0) == ()

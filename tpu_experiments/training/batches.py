@@ -40,7 +40,7 @@ from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
-from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
+from tpu_experiments.objectives.base import objective_class, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.cache import default_folder
@@ -393,7 +393,7 @@ def first_mix(config: Config) -> float | None:
 
 def has_noise(config: Config, module: nn.Module) -> bool:
     """Return whether training rows have a random word each: for dropout, of adapters or the model's own, or draws."""
-    return (config.lora.r > 0 and config.lora.dropout > 0) or has_draws(config) or drops_by_rows(module)
+    return (config.lora.r > 0 and config.lora.dropout > 0) or objective_class(config).draws or drops_by_rows(module)
 
 
 def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
@@ -401,7 +401,7 @@ def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> B
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
-    return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=has_spread_draws(config))
+    return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=objective_class(config).spread_draws)
 
 
 def with_noise(batch: Batch, *, seed: int, index: int, is_spread: bool = False) -> Batch:
@@ -445,11 +445,11 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
 
 def with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
     """Yield batches with the same random words in every evaluation, where the objective draws."""
-    if not has_draws(config):
+    if not objective_class(config).draws:
         return batches
     first = HELD_OUT_STREAM + (zlib.crc32(name.encode()) << 24)
     return (
-        with_noise(batch, seed=config.seed, index=first + number, is_spread=has_spread_draws(config))
+        with_noise(batch, seed=config.seed, index=first + number, is_spread=objective_class(config).spread_draws)
         for number, batch in enumerate(batches)
     )
 

@@ -26,7 +26,6 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.adapters.lora import A, B
 from tpu_experiments.models.sources.build import build_model
-from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
 from tpu_experiments.optim.group_rates import with_group_rates
@@ -264,7 +263,7 @@ def step_on_host(model: HostModel, rows: Batch) -> Report:
         host = model.trainer
         config, parameters, stage = host.config, host.parameters, host.inputs.stages[0]
         host.model.module.train()  # with dropout, whose masks equal those on the devices
-        groups = groups_of(host.objective, list(parameters), clip_norm=config.optim.clip_norm)
+        groups = host.objective.parameter_groups(list(parameters), clip_norm=config.optim.clip_norm)
         optimizer = with_group_rates(host.build_optimizer(), groups)
         step = TrainStep(
             host.model.module,

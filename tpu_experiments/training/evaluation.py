@@ -40,7 +40,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.models.passes.gumbel import sampled
 from tpu_experiments.models.passes.loss import TokenScores
-from tpu_experiments.objectives.base import Measured
+from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import host_copy, on_host
@@ -125,7 +125,7 @@ class Evaluator:
         token_scores: TokenScores | None = None,
         widths: Widths | None = None,
         draws: bool = False,
-        measured: Measured | None = None,
+        measured: Objective | None = None,
         between: BetweenBatches = lambda: None,
     ) -> None:
         """Create the evaluator; without `token_scores` and `measured` it reports the loss alone.
@@ -176,8 +176,9 @@ class Evaluator:
             parts = {source: part for source, part in parts.items() if math.isfinite(part.loss)}
             losses = {source: part.loss for source, part in parts.items()}
             measures = {source: part.measures for source, part in parts.items()}
-            how = {"has_perplexity": getattr(self.measured, "has_perplexity", True)}
-            return Evaluation(whole.loss, whole.num_predictions, losses, whole.measures, measures, **how)
+            return Evaluation(
+                whole.loss, whole.num_predictions, losses, whole.measures, measures, self.measured.has_perplexity
+            )
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(
             float(overall[0] / overall[1]),

@@ -130,7 +130,7 @@ def check_losses(trainer: "Trainer", model: HostModel) -> dict[str, Any] | None:
     findings, fault = None, ""
     if trainer.runtime.rank == 0:
         expected, expected_tokens, rounded = losses_on_host(model, rows)
-        findings = LossFindings(found, expected, rounded, getattr(trainer.objective, "reads_draws", False))
+        findings = LossFindings(found, expected, rounded, trainer.objective.reads_draws)
         if tokens != expected_tokens:
             fault = f"it predicts {_counts(tokens)} tokens of {len(rows)} rows and the host {_counts(expected_tokens)}"
         elif not findings.ratio <= STOP:

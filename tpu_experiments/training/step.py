@@ -24,7 +24,6 @@ from tpu_experiments.models.adapters.padded import weights_with_adapters, with_a
 from tpu_experiments.models.parts.bitnet import MIX, ternary_shares
 from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS
 from tpu_experiments.objectives.base import Computing, Rows
-from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.optim.stage_decay import DECAY, with_decay
@@ -140,8 +139,8 @@ class TrainStep:
         optimizer: Optimizer,
         clip_norm: float | None,
         sum_over_processes: SumOverProcesses,
-        row_loss: RowLoss = next_token_loss,
-        count: Count = count_next_tokens,
+        row_loss: RowLoss,
+        count: Count,
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,

@@ -48,9 +48,9 @@ from tpu_experiments.models.sources.loaded import fault_of_written
 from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
     Objective,
-    groups_of,
     measured_by,
     model_source,
+    objective_class,
     objective_of,
     samples,
     writes_text,
@@ -250,14 +250,18 @@ class Trainer:
         self.model = self.seat.build(self) if self.seat is not None else self.built_alone()
         self.model.module.train()
         self.parameters = self.model.trainable
-        groups = groups_of(self.objective, list(self.parameters), clip_norm=config.optim.clip_norm)
+        groups = self.objective.parameter_groups(list(self.parameters), clip_norm=config.optim.clip_norm)
         self.optimizer = with_loss_scale(with_group_rates(self.build_optimizer(), groups), config)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         self.ternary = ternary_weights(self.model.module) if config.trainer.norms_every_steps else []
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
         recomputed = any(map(is_stack, self.parameters)) or is_recomputed(self.model.module)
-        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_recomputed=recomputed)
+        flops = flops_by_length(
+            lambda length: objective_class(config).flops(config, self.model.source.config, seq_len=length),
+            seq_lens=lengths,
+            is_recomputed=recomputed,
+        )
         self.meters = Meters(runtime, config.hw, flops)
         self.step = TrainStep(
             self.model.module,
