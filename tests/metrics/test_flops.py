@@ -206,7 +206,8 @@ def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     objective = Classify(labels=("a", "b", "c"))
     run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
-    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    host = random_batch(0, rows=ROWS, seq_len=SEQ_LEN)
+    batch = runtime.put(host | {"label": host["learn"]}, rows_dim=1)
     found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops / (ROWS * SEQ_LEN)
     arch = run.model.source.config
     flops = trained_flops(config, arch, seq_len=SEQ_LEN)

@@ -19,7 +19,7 @@ def relabelled_rows():
     """The rows with labels of which some are predicted."""
     rows, texts, order = labelled_rows()
     is_label = rows["learn"] > 0
-    rows["ids"][is_label] = torch.tensor(OF_TEXT, dtype=torch.int32)[rows["ids"][is_label].long()]
+    rows["label"][is_label] = torch.tensor(OF_TEXT, dtype=torch.int32)[rows["label"][is_label].long()]
     return rows, texts, [number for row in order for number in row]
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.model_schema import SAVED
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.data.rows import Array
 from tpu_experiments.metrics.flops import FlopsPerToken, flops_of_token, recomputes, trainable
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores
@@ -26,7 +27,8 @@ from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
 Rows = Mapping[str, Tensor]
-"""`ids`, `learn`, `positions`, `segments`, (R, T) int32 each; with `Objective.draws` also `noise`, (R,) int32."""
+"""`ids`, `learn`, `positions`, `segments`, (R, T) int32 each, and `Objective.arrays`; with `Objective.draws` also
+`noise`, (R,) int32."""
 
 
 Column = NDArray[np.float64]
@@ -81,6 +83,8 @@ class Objective:
     A class of a user's own that does not derive from it has its defaults all the same (`objective_class`).
     """
 
+    arrays: ClassVar[tuple[Array, ...]] = ()
+    """Further arrays of rows, in prepared data, batches and micro-batches: a label, a stored reference value."""
     draws: ClassVar[bool] = False
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""

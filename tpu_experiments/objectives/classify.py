@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.escaping import as_code
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.steps.labels import LABELS
 from tpu_experiments.metrics.flops import FlopsPerToken, classifier_flops
 from tpu_experiments.metrics.labels import accuracy, f1_of_labels, macro_f1, majority_rate
 from tpu_experiments.models.families.classification import class_logits, texts_of
@@ -23,10 +24,11 @@ from tpu_experiments.objectives.base import ASSUMED_LABELS, Computing, Objective
 class Classify(Objective):
     """Cross-entropy of texts' labels in nats, a mean over texts.
 
-    A text is read without its label, which is its last token in the row (data/steps/labels.py). A row may hold several
+    A text is read without the place of its label, the last one (data/steps/labels.py). A row may hold several
     texts; none sees another, and each has the logits that it has alone.
     """
 
+    arrays = (LABELS,)
     has_perplexity = False
     causal = False
     head = "sequence_classification"
@@ -52,17 +54,17 @@ class Classify(Objective):
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of texts."""
-        return texts_of(rows, num_labels=len(self.labels)).weights_RK.sum()
+        return texts_of(rows).weights_RK.sum()
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of texts of every row."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         losses_RK = self._losses(class_logits(module, parameters, texts), texts.labels_RK) * texts.weights_RK
         return losses_RK.sum(1), texts.weights_RK.sum(1)
 
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
         """Return loss and, for every label, the texts predicted rightly, predicted, and labelled so, (1 + 3 C,)."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         with torch.no_grad():
             logits_RKC = class_logits(module, parameters, texts)
             loss = (self._losses(logits_RKC, texts.labels_RK) * texts.weights_RK).sum()
@@ -93,7 +95,7 @@ class Classify(Objective):
 
     def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return loss in nats and the number of the predicted label, at the position before each label; 0 elsewhere."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         with torch.no_grad():
             logits_RKC = class_logits(module, parameters, texts)
             losses_RK = self._losses(logits_RKC, texts.labels_RK) * texts.weights_RK

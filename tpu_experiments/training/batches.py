@@ -123,6 +123,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         is_lookup,
         is_labelled=config.objective.reads_labels,
         labels=None if labels is None else tuple(labels),
+        arrays=objective_class(config).arrays,
     )
 
 

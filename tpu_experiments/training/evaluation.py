@@ -24,6 +24,7 @@ from tpu_experiments.config.schema import SampleConfig
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.batches import Batch as HostBatch
 from tpu_experiments.data.held_out import HeldOut
+from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
@@ -44,7 +45,7 @@ from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import host_copy, on_host
-from tpu_experiments.training.step import ROW_TENSORS, RowLoss
+from tpu_experiments.training.step import RowLoss
 
 WORDS = "words"
 """Key of a sampler's random words among its program's tensors, one for each row."""
@@ -142,8 +143,8 @@ class Evaluator:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of the program's inputs, int32: (rows, T) each, `noise` (rows,)."""
-        names = ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
+        """Return the names of the program's inputs beside further arrays, int32: (rows, T) each, `noise` (rows,)."""
+        names = TOKEN_ARRAYS if self.token_scores is None else (*TOKEN_ARRAYS, TEXT)
         return (*names, NOISE) if self.draws else names
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
@@ -249,16 +250,11 @@ def _length(batches: Mapping[str, Iterable[HostBatch]]) -> int | None:
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
-    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
+    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each, and the further arrays of the rows.
 
     `noise` (rows,) is added where the batch has it.
     """
-    tensors = {
-        "ids": torch.from_numpy(batch.ids_GT),
-        "learn": torch.from_numpy(batch.learn_GT),
-        "positions": torch.from_numpy(batch.positions_GT),
-        "segments": torch.from_numpy(batch.segments_GT),
-    }
+    tensors = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     return tensors if batch.noise_G is None else tensors | {NOISE: torch.from_numpy(batch.noise_G)}
 
 

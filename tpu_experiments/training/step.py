@@ -19,6 +19,7 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters
 from tpu_experiments.models.parts.bitnet import MIX, ternary_shares
@@ -91,7 +92,8 @@ RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor
 Count = Callable[[Rows], Tensor]
 """(rows (R, T)) to the number of predictions that their loss is the sum over, shape (); with parts (G,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
-ROW_TENSORS = ("ids", "learn", "positions", "segments")
+OF_THE_STEP = ("lr", ACTIVE, TRAINS, DECAY)
+"""Tensors of a batch that are not of its rows."""
 
 
 @dataclass
@@ -313,7 +315,9 @@ def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of a batch's tensors that have an entry for every row."""
-    return (*ROW_TENSORS, *(name for name in (NOISE, THRESHOLDS, MIX) if name in batch))
+    known = (*TOKEN_ARRAYS, NOISE, THRESHOLDS, MIX)
+    further = (name for name in batch if name not in known and name not in OF_THE_STEP)
+    return (*(name for name in known if name in batch), *further)
 
 
 def finite(x: Tensor) -> Tensor:

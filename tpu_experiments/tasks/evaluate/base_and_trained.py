@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import LABEL
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import fixed_batches
@@ -121,8 +122,9 @@ class ModelAndBase:
         if held_out.labelling is not None:
             # In the place of hits there are the numbers of the predicted labels.
             last_D = np.cumsum(held_out.flat.lengths_D) - 1
-            self.labels[held_out.name] = np.stack([held_out.flat.ids_L[last_D], hits_L[last_D]], 1).astype(np.int64)
-            hits_L = predicted_L * (hits_L == held_out.flat.ids_L)
+            label_L = held_out.flat.more[LABEL]
+            self.labels[held_out.name] = np.stack([label_L[last_D], hits_L[last_D]], 1).astype(np.int64)
+            hits_L = predicted_L * (hits_L == label_L)
         hits_L, measured = self.objective.read_hits(hits_L, predicted_L)
         for measure, each_L in measured.items():
             self.further.setdefault(measure, {})[held_out.name] = sums_of_documents(held_out, each_L)
