@@ -1,6 +1,7 @@
 """Labels of texts: read from a field, found in the training split, one for each text of a packed row."""
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tpu_experiments.data.prepare import Preparation, labels_of, prepare
 from tpu_experiments.data.steps import labels as module
 from tpu_experiments.data.steps.labels import LABELS, cut_texts, labels_of_training
 from tpu_experiments.data.steps.pack import flatten
+from tpu_experiments.data.store.shards import row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer, own_ends
 
@@ -183,6 +185,22 @@ def test_counts_are_in_the_manifest_and_the_order_of_labels_names_the_folder(tmp
     assert {name: sum(split[name] for split in counts.values()) for name in NAMES} == {"da": 20, "nu": 40}
     other = made(tmp_path, given, closing, labels=NAMES[::-1])
     assert other.folders[SEQ_LEN] != source.folders[SEQ_LEN]
+
+
+def test_rows_prepared_before_labels_were_an_array_are_read_as_those_of_today(tmp_path, closing):
+    """Their shards had the label's number as the id of its place, and their manifest no `arrays`."""
+    source = made(tmp_path, rows_of("nu", "da", "nu"), closing)
+    wanted, manifest = all_rows(source, "train", SEQ_LEN), dict(source.manifests[SEQ_LEN])
+    assert wanted.more[LABEL].any()
+    of_before = replace(wanted, ids_NT=wanted.ids_NT + wanted.more[LABEL], more={})
+    record = write_shard(str(tmp_path / "0.npy"), of_before, dtype=row_dtype(SEQ_LEN, vocab_size=2**16))
+    del manifest["arrays"]
+    manifest["splits"] = {"train": {"shards": [record]}}
+    old = replace(source, folders={SEQ_LEN: str(tmp_path)}, manifests={SEQ_LEN: manifest})
+    found = all_rows(old, "train", SEQ_LEN)
+    assert (found.ids_NT * (found.segments_NT > 0) == wanted.ids_NT * (wanted.segments_NT > 0)).all()
+    assert (found.more[LABEL] == wanted.more[LABEL]).all()
+    assert old.arrays(SEQ_LEN) == source.arrays(SEQ_LEN) == (LABELS,)
 
 
 def test_equal_texts_of_two_labels_are_both_kept_in_one_split(tmp_path, closing):

@@ -116,12 +116,14 @@ OWN = '''
 
 import torch
 
+from tpu_experiments.data.rows import Array
 from tpu_experiments.models.passes.forward import logits_of, row_losses
 
 
 class Half:
     draws = True
     has_scores = False
+    arrays = (Array("reference", "float32", per="row"),)
 
     def __init__(self, *, options, computing):
         self.part = options["part"]
@@ -141,7 +143,8 @@ class Half:
         return target_weights(self.chosen(rows))[1]
 
     def row_loss(self, module, parameters, rows):
-        return row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        sums, tokens = row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        return sums + rows["reference"], tokens
 
     def scores(self, module, parameters, rows):
         raise NotImplementedError
