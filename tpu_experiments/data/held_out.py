@@ -199,8 +199,7 @@ def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOu
         np.int64,
     ).reshape(-1, 3)
     row_P, column_P, num_rows = best_fit(pieces[:, 1] - pieces[:, 0], seq_len=seq_len)
-    rows = padding(num_rows, seq_len=seq_len, pad_id=pad_id)
-    rows = replace(rows, more={name: np.zeros(rows.ids_NT.shape, own.dtype) for name, own in flat.more.items()})
+    rows = padding(num_rows, seq_len=seq_len, pad_id=pad_id, like=flat.more)
     token_NT = np.full((num_rows, seq_len), -1, np.int64)
     for piece in np.lexsort((column_P, row_P)).tolist():
         start, end, new = pieces[piece].tolist()

@@ -103,14 +103,15 @@ class Rows:
         return Rows(ids, learn, positions, segments, more)
 
 
-def padding(num_rows: int, *, seq_len: int, pad_id: int = 0) -> Rows:
-    """Return `num_rows` rows of padding."""
+def padding(num_rows: int, *, seq_len: int, pad_id: int = 0, like: Mapping[str, NDArray[Any]] | None = None) -> Rows:
+    """Return `num_rows` rows of padding, with further arrays of tokens of the types of those in `like`."""
     shape = (num_rows, seq_len)
     return Rows(
         np.full(shape, pad_id, np.int32),
         np.zeros(shape, np.bool_),
         np.zeros(shape, np.int32),
         np.zeros(shape, np.int32),
+        {name: np.zeros(shape, array.dtype) for name, array in (like or {}).items()},
     )
 
 

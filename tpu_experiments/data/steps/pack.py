@@ -12,7 +12,7 @@ the others have room.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -203,8 +203,7 @@ def pack(
         placed = fill_gaps(placed, is_split_D=flat.lengths_D > seq_len, seq_len=seq_len)
         learn_L[placed.start_P] = False
     counts["supervised_without_prompt"] = _without_prompt(flat, learn_L, placed=placed)
-    rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id)
-    rows = replace(rows, more={name: np.zeros(rows.ids_NT.shape, own.dtype) for name, own in flat.more.items()})
+    rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id, like=flat.more)
     _fill(rows, {"ids": flat.ids_L, "learn": learn_L, **flat.more}, placed=placed)
     return Packed(rows, kept_D, learn_L & _placed(placed, num_tokens=len(learn_L)), counts)
 
