@@ -1,6 +1,7 @@
 """An import points down only, and torch_xla stays in the runtime; read from the source, so nothing is imported."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -73,6 +74,21 @@ def test_imports_point_down() -> None:
             continue
         sideways_or_up = {part for part in found - {own} if LAYER_OF[part] >= LAYER_OF[own]}
         wrong += [f"{name_of(file)} (layer {LAYER_OF[own]}) imports {part}" for part in sideways_or_up]
+    assert wrong == []
+
+
+def test_an_objective_is_named_in_its_own_files_alone() -> None:
+    """Everything else asks `Objective` (objectives/base.py) or the settings' base class."""
+    shared = {"base", "vocabulary", "OBJECTIVES", "TARGETS", "FIRST"}
+    wrong = []
+    for file in SOURCES:
+        name = name_of(file)
+        if name.startswith(("objectives/", "config/objectives/")):
+            continue
+        parts = (module.split(".") for module in imported(file))
+        wrong += [f"{name} imports {'.'.join(p)}" for p in parts if "objectives" in p[1:-1] and not shared & {*p}]
+        asked = re.findall(r"isinstance\(\s*[\w.]*objective\b|getattr\(locate\(", file.read_text(encoding="utf-8"))
+        wrong += [f"{name} asks {text}" for text in asked]
     assert wrong == []
 
 
@@ -164,7 +180,7 @@ def test_the_launcher_takes_nothing_of_torch_xla_but_launch() -> None:
 
 
 def test_the_config_names_no_framework() -> None:
-    files = sorted((PACKAGE / "config").glob("*.py"))
+    files = sorted((PACKAGE / "config").rglob("*.py"))
     assert files
     assert [name_of(f) for f in files if {name.split(".")[0] for name in imported(f)} & FRAMEWORKS] == []
 

@@ -55,15 +55,17 @@ def labelled_rows(*, total=40, first=0):
     """Two rows of three texts with labels 0, 1, 2 behind them, and padding; `first` rotates the texts."""
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(8, 512, (length,), generator=generator) for length in LENGTHS]
-    rows = {name: torch.zeros(2, total, dtype=torch.int32) for name in ("ids", "learn", "positions", "segments")}
+    rows = {
+        name: torch.zeros(2, total, dtype=torch.int32) for name in ("ids", "learn", "positions", "segments", "label")
+    }
     order = [[0, 1, 2], [2, 0, 1]]
     for row, numbers in enumerate(order):
         start = 0
         for place, number in enumerate(numbers, start=1):
             ids = texts[number]
             here = slice(start, start + len(ids) + 1)
-            rows["ids"][row, here] = torch.cat([ids, torch.tensor([number])])
-            rows["learn"][row, here.stop - 1] = 1
+            rows["ids"][row, here] = torch.cat([ids, torch.tensor([0])])
+            rows["learn"][row, here.stop - 1], rows["label"][row, here.stop - 1] = 1, number
             rows["positions"][row, here] = torch.arange(len(ids) + 1)
             rows["segments"][row, here] = place
             start = here.stop
@@ -73,7 +75,7 @@ def labelled_rows(*, total=40, first=0):
 def test_texts_of_a_row_have_the_logits_of_each_alone(encoder):
     module = module_of(source_of(encoder, labels=LABELS))
     rows, texts, order = labelled_rows()
-    found = texts_of(rows, num_labels=3)
+    found = texts_of(rows)
     with torch.no_grad():
         ours = class_logits(module, dict(module.named_parameters()), found)
         alone = torch.cat([module(input_ids=ids[None]).logits for ids in texts])
@@ -87,10 +89,7 @@ def test_padding_changes_nothing(encoder):
     module = module_of(source_of(encoder, labels=LABELS))
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        short, long = (
-            class_logits(module, parameters, texts_of(labelled_rows(total=total)[0], num_labels=3))
-            for total in (26, 60)
-        )
+        short, long = (class_logits(module, parameters, texts_of(labelled_rows(total=total)[0])) for total in (26, 60))
     torch.testing.assert_close(short[:, :3], long[:, :3], atol=2e-5, rtol=2e-5)
 
 
@@ -107,8 +106,8 @@ def test_a_class_that_pools_in_another_way_is_refused():
 
 def test_rows_that_learn_every_token_have_the_last_as_label():
     rows, _, order = labelled_rows()
-    everything = rows | {"learn": (rows["segments"] > 0).int(), "ids": rows["ids"] + 300 * (rows["learn"] > 0)}
-    found, wanted = texts_of(everything, num_labels=3), texts_of(rows, num_labels=3)
+    everything = rows | {"learn": (rows["segments"] > 0).int()}
+    found, wanted = texts_of(everything), texts_of(rows)
     assert found.labels_RK[:, :3].tolist() == order
     assert torch.equal(found.weights_RK, wanted.weights_RK)
     assert torch.equal(found.rows["segments"], wanted.rows["segments"])

@@ -117,12 +117,14 @@ OWN = '''
 
 import torch
 
+from tpu_experiments.data.rows import Array
 from tpu_experiments.models.passes.forward import logits_of, row_losses
 
 
 class Half:
     draws = True
     has_scores = False
+    arrays = (Array("reference", "float32", per="row"),)
 
     def __init__(self, *, options, computing):
         self.part = options["part"]
@@ -142,7 +144,8 @@ class Half:
         return target_weights(self.chosen(rows))[1]
 
     def row_loss(self, module, parameters, rows):
-        return row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        sums, tokens = row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        return sums + rows["reference"], tokens
 
     def scores(self, module, parameters, rows):
         raise NotImplementedError
@@ -193,6 +196,6 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
 def test_an_objective_that_does_not_say_what_it_needs_is_refused(make_config, monkeypatch):
     """Before anything is written, and not by a traceback in the middle of a run."""
     config = make_config(*TINY)
-    monkeypatch.delattr(NextToken, "has_scores")
+    monkeypatch.setattr(NextToken, "has_scores", "loss")
     with pytest.raises(ConfigError, match=r"^objective\._target_=.*NextToken; its has_scores must be True or False"):
         check_targets(config)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpu_experiments.config.schema import OptimConfig
-from tpu_experiments.objectives.base import groups_of
+from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.optim.facts import facts_of
@@ -130,4 +130,4 @@ def test_groups_train_as_two_optimizers_do():
 
 
 def test_an_objective_without_groups_has_none():
-    assert groups_of(object(), ["a"], clip_norm=1.0) == ()
+    assert Objective().parameter_groups(["a"], clip_norm=1.0) == ()

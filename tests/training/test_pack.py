@@ -14,7 +14,7 @@ from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_ro
 from tpu_experiments.models.parts.dropout import NOISE, threshold_of
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
-from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.pack import PackedStep, require_packable
 from tpu_experiments.training.step import ACTIVE, TrainStep
@@ -50,6 +50,7 @@ class Alone:
             updates=updates,
             sum_over_processes=list,
             row_loss=next_token_loss,
+            count=count_next_tokens,
             loop=runtime.loop,
             constrain=runtime.constrain,
         )

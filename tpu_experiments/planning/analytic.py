@@ -6,7 +6,8 @@ from typing import Any
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import STATE_BYTES, Config
-from tpu_experiments.metrics.flops import recomputes, trainable, trained_flops
+from tpu_experiments.metrics.flops import recomputes, trainable
+from tpu_experiments.objectives.base import trained_flops
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time

@@ -154,18 +154,19 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
     length = min(batch.ids_GT.shape[1], max(8, trainer.config.trainer.canary.max_tokens // geometry.num_shards))
     row_indices = shard_rows(geometry, world_size=world)
     arrays = {}
-    for name in ("ids_GT", "positions_GT", "segments_GT"):
-        arrays[name] = getattr(batch, name) * 0
+    for name, array in batch.arrays.items():
+        arrays[name] = array * 0
         for number, place in enumerate(row_indices):
             stop = length - number % 4  # rows of different lengths expose a mean over devices instead of tokens
-            arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
-    arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
-    few = {name: array[row_indices, :length] for name, array in arrays.items()}
-    whole = Batch(**arrays, labels=batch.labels)
+            kept = (place, slice(stop))[: array.ndim]
+            arrays[name][kept] = array[kept]
+    arrays["learn"] = (arrays["segments"] > 0).astype(batch.learn_GT.dtype)
+    few = {name: array[(row_indices, slice(length))[: array.ndim]] for name, array in arrays.items()}
+    whole = Batch.of(arrays, labels=batch.labels)
     if has_noise(trainer.config, trainer.model.module):
         whole = with_step_noise(whole, stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[row_indices]
-    return whole, Batch(**few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
+    return whole, Batch.of(few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
 
 
 def shard_rows(geometry: Geometry, *, world_size: int) -> list[int]:

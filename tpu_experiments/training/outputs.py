@@ -34,7 +34,7 @@ from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.sources.build import BuiltModel
-from tpu_experiments.objectives.base import has_perplexity, writes_text
+from tpu_experiments.objectives.base import objective_class, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -204,7 +204,11 @@ class RunOutputs:
             return
         values = {
             "train/loss": reading.mean_loss,
-            **({"train/perplexity": perplexity(reading.mean_loss)} if has_perplexity(self.config) else {}),
+            **(
+                {"train/perplexity": perplexity(reading.mean_loss)}
+                if objective_class(self.config).has_perplexity
+                else {}
+            ),
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
@@ -237,7 +241,7 @@ class RunOutputs:
         if self.loggers is None:
             return
         values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}
-        if has_perplexity(self.config):
+        if objective_class(self.config).has_perplexity:
             values["train/epoch_perplexity"] = perplexity(record.loss)
         self._scalars(step, values)
         log.info("step %d, epoch %d: mean train loss %.4f", step, record.epoch, record.loss)

@@ -19,12 +19,12 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters
 from tpu_experiments.models.parts.bitnet import MIX, ternary_shares
 from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS
 from tpu_experiments.objectives.base import Computing, Rows
-from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.base import State, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.optim.updates import DECAY, Updates, with_decay
@@ -92,7 +92,8 @@ RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor
 Count = Callable[[Rows], Tensor]
 """(rows (R, T)) to the number of predictions that their loss is the sum over, shape (); with parts (G,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
-ROW_TENSORS = ("ids", "learn", "positions", "segments")
+OF_THE_STEP = ("lr", ACTIVE, TRAINS, DECAY)
+"""Tensors of a batch that are not of its rows."""
 
 
 @dataclass
@@ -139,8 +140,8 @@ class TrainStep:
         *,
         updates: Updates,
         sum_over_processes: SumOverProcesses,
-        row_loss: RowLoss = next_token_loss,
-        count: Count = count_next_tokens,
+        row_loss: RowLoss,
+        count: Count,
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
@@ -298,7 +299,9 @@ def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of a batch's tensors that have an entry for every row."""
-    return (*ROW_TENSORS, *(name for name in (NOISE, THRESHOLDS, MIX) if name in batch))
+    known = (*TOKEN_ARRAYS, NOISE, THRESHOLDS, MIX)
+    further = (name for name in batch if name not in known and name not in OF_THE_STEP)
+    return (*(name for name in known if name in batch), *further)
 
 
 def finite(x: Tensor) -> Tensor:

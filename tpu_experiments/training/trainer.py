@@ -48,9 +48,9 @@ from tpu_experiments.models.sources.loaded import fault_of_written
 from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
     Objective,
-    groups_of,
     measured_by,
     model_source,
+    objective_class,
     objective_of,
     samples,
     writes_text,
@@ -254,7 +254,11 @@ class Trainer:
         self.ternary = ternary_weights(self.model.module) if config.trainer.norms_every_steps else []
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
         recomputed = any(map(is_stack, self.parameters)) or is_recomputed(self.model.module)
-        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_recomputed=recomputed)
+        flops = flops_by_length(
+            lambda length: objective_class(config).flops(config, self.model.source.config, seq_len=length),
+            seq_lens=lengths,
+            is_recomputed=recomputed,
+        )
         self.meters = Meters(runtime, config.hw, flops)
         self.step = TrainStep(
             self.model.module,
@@ -392,7 +396,7 @@ class Trainer:
 
     def build_updates(self, parameters: Mapping[str, Tensor]) -> Updates:
         """Return the optimizer with the facts of every parameter."""
-        groups = groups_of(self.objective, list(parameters), clip_norm=self.config.optim.clip_norm)
+        groups = self.objective.parameter_groups(list(parameters), clip_norm=self.config.optim.clip_norm)
         return updates_of(self.config, parameters, optimizer=self.build_optimizer(), groups=groups)
 
     def model_source(self) -> HuggingFaceModel:

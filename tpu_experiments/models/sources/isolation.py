@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.masking import LABEL
 from tpu_experiments.models.huggingface import CLASSIFIER, LONGFORMER, XLSTM, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
@@ -305,8 +306,9 @@ def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causa
         "positions": torch.cat([*(torch.arange(len(part)) for part in parts), padding])[None],
         "segments": segments[None],
         "learn": torch.cat([*(part == 0 for part in parts), padding > 0])[None].int(),
+        LABEL: torch.zeros_like(segments)[None],
     }
-    texts = texts_of(rows, num_labels=2)
+    texts = texts_of(rows)
     parameters = dict(module.named_parameters())
     return class_logits(module, parameters, texts, causal=causal)[0, : len(parts)]
 
