@@ -1,4 +1,4 @@
-"""Settings of objectives, one file for each; conf/objective/NAME.yaml begins with `base_NAME`."""
+"""Settings of objectives, one file for each; conf/objective begins with `base_NAME`."""
 
 from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.objectives.classify import ClassifyConfig
