@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_texts
-from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, is_target
+from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
 from tpu_experiments.config.recurrence import chunk_of
 from tpu_experiments.config.schema import Config
 
@@ -451,6 +451,31 @@ def trainable(config: Config) -> Trainable:
 def recomputes(config: Config) -> bool:
     """Return whether the backward pass recomputes layers, on either runtime: unless everything is saved."""
     return config.model.remat != "none" and config.model.stack == "scanned"
+
+
+def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = True) -> FlopsPerToken:
+    """Return the FLOPs per token of the configured training of a decoder.
+
+    Args:
+        causal: whether attention is to the tokens before alone.
+
+    Raises:
+        ConfigError: a model that is not counted here.
+    """
+    return flops_of_token(
+        arch,
+        seq_len=seq_len,
+        trainable=trainable(config),
+        lora_rank=config.lora.r,
+        targets=config.lora.targets,
+        dora=config.lora.dora,
+        dropout=config.lora.dropout,
+        recompute=recomputes(config),
+        saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
+        kernel=config.model.attention == "flash",
+        causal=causal,
+        rounded=config.model.linear == "lr_qat",
+    )
 
 
 def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config, has_global: bool = False) -> FlopsPerToken:

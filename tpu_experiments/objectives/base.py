@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import SAVED
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.rows import Array
-from tpu_experiments.metrics.flops import FlopsPerToken, flops_of_token, recomputes, trainable
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.objectives.vocabulary import Vocabulary
@@ -153,20 +152,7 @@ class Objective:
         Raises:
             ConfigError: a model that is not counted (metrics/flops.py).
         """
-        return flops_of_token(
-            arch,
-            seq_len=seq_len,
-            trainable=trainable(config),
-            lora_rank=config.lora.r,
-            targets=config.lora.targets,
-            dora=config.lora.dora,
-            dropout=config.lora.dropout,
-            recompute=recomputes(config),
-            saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
-            kernel=config.model.attention == "flash",
-            causal=cls.causal,
-            rounded=config.model.linear == "lr_qat",
-        )
+        return decoder_flops(config, arch, seq_len=seq_len, causal=cls.causal)
 
     @classmethod
     def require_fit(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

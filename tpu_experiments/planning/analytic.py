@@ -6,8 +6,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import STATE_BYTES, Config
-from tpu_experiments.metrics.flops import recomputes, trainable
-from tpu_experiments.objectives.base import trained_flops
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops, recomputes, trainable
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
@@ -54,6 +53,15 @@ def own_state_bytes(config: Config) -> Callable[[tuple[int, ...]], float]:
     return state_bytes_of(config)
 
 
+def flops_of(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of the configured training; torch is loaded only where the objective counts them."""
+    if not config.objective.counts_flops:
+        return decoder_flops(config, arch, seq_len=seq_len)
+    from tpu_experiments.objectives.base import trained_flops
+
+    return trained_flops(config, arch, seq_len=seq_len)
+
+
 def estimated_memory(config: Config, arch: Any, *, geometry: Geometry) -> ChipMemory:
     """Estimate the GiB of one chip by formulas."""
     return analytic_chip_memory(analytic_memory(arch, step=step_settings(config, geometry)), hw=config.hw)
@@ -69,7 +77,7 @@ def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime
     """Estimate the seconds of one step at an assumed share of the chip's peak."""
     chip = config.hw.chip
     assert chip is not None
-    flops = trained_flops(config, arch, seq_len=geometry.seq_len)
+    flops = flops_of(config, arch, seq_len=geometry.seq_len)
     tokens = geometry.global_rows * geometry.seq_len / config.hw.num_devices
     return datasheet_time(flops, tokens=tokens, chip=chip, share_of_peak=SHARE_OF_PEAK, method="analytic")
 
@@ -90,7 +98,7 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
         geometry=geometry,
         fits=fits,
         memory=memory,
-        flops=trained_flops(config, arch, seq_len=geometry.seq_len),
+        flops=flops_of(config, arch, seq_len=geometry.seq_len),
         calibration=Calibration(),
         method="analytic",
         shortage=shortage,

@@ -1,4 +1,4 @@
-"""Settings of objectives, one file for each; conf/objective begins with `base_NAME`."""
+"""Settings of objectives, one file for each; a config of conf/objective takes `base_NAME` of its own."""
 
 from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.objectives.classify import ClassifyConfig
