@@ -138,7 +138,7 @@ def test_the_kernel_attends_to_both_sides_as_sdpa_does(model_type):
     try:
         with torch.no_grad():
             logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
-            work_on_heads(module)
+            work_on_heads(module, with_adapters=True)
             logits.append(logits_of(module, dict(module.named_parameters()), rows, causal=False))
     finally:
         install_attention_kernel(None)
