@@ -125,7 +125,7 @@ def _require_weights(config: Config, task: EvaluateTaskConfig | WeightsConfig) -
         return
     if task.run is not None:
         weights = "base" if task.adapter is not None else task.weights
-        given_folders.require_run(task.run, key="task.run", weights=weights)
+        given_folders.require_run(task.run, weights=weights)
     if task.adapter is not None:
         given_folders.require_adapter(task.adapter, key="task.adapter")
     if task.base is not None:
