@@ -55,10 +55,6 @@ class Span:
         flat = torch.frombuffer(content, dtype=self.dtype, count=count, offset=at) if count else torch.empty(0)
         return flat.to(self.dtype).reshape(self.shape)
 
-    def on_meta(self) -> Tensor:
-        """Return an empty tensor of this type and shape on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
 
 def chunks_of(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
     """Yield the file of contiguous host tensors: its header, then each tensor's bytes, larger types first."""

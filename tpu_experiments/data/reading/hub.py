@@ -10,12 +10,10 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
-from tpu_experiments.data.reading.locations import SourceFile, suffixes_of
+from tpu_experiments.data.reading.locations import JSON_SUFFIXES, SourceFile, suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 
 log = logging.getLogger(__name__)
-
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 class HubRows:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.models.families import classification, longformer, mlstm, xlstm
 from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
 from tpu_experiments.models.passes.generation import without_kernel
-from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 7)
@@ -228,7 +228,7 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     modules += own.get(source.config.model_type, [])
     for file in (__file__, *(str(module.__file__) for module in modules)):
         digest.update(Path(file).read_bytes())
-    return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
+    return Path(cache_folder("isolation"), digest.hexdigest()[:32])
 
 
 def differences(
