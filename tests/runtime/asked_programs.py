@@ -70,7 +70,7 @@ def main(folder: str, *words: str) -> None:
     step = programs.batch_like(programs.shape_of(stages[0], runtime=runtime), trainer=trainer)
     tell("train", trainer.step_program, step | programs.added_like(trainer), 1)
     with programs.evaluating(trainer.model.module):
-        held_out = programs.evaluation_shape(config, stages, runtime=runtime)
+        held_out = programs.evaluation_shape(stages, runtime=runtime)
         rows = programs.rows_like(held_out, names=trainer.evaluator.tensor_names)
         tell("evaluate", trainer.evaluator.program, rows, 0)
         tell("sample", trainer.sampler.program, programs.sample_like(trainer.sampler, rows=1), -1)

@@ -62,7 +62,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
     ]
     which = which if pack is None else "train"  # the others are the runs' own, one after the other
     if which == "all":
-        programs.append(lowered_evaluation(trainer, shape=evaluation_shape(config, stages, runtime=runtime)))
+        programs.append(lowered_evaluation(trainer, shape=evaluation_shape(stages, runtime=runtime)))
     if which == "all" and samples(config):
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts)))
     if which == "all" and config.questions:
@@ -91,7 +91,7 @@ def shape_of(stage: Stage, *, runtime: Any) -> Shape:
     return geometry.accumulation, rows, geometry.seq_len
 
 
-def evaluation_shape(config: Config, stages: list[Stage], *, runtime: Any) -> tuple[int, int]:
+def evaluation_shape(stages: list[Stage], *, runtime: Any) -> tuple[int, int]:
     """Return (R, T) of one process's evaluation batch, as in training/batches.py."""
     rows = evaluation_rows(stages) // runtime.share[1]
     return rows, max(stage.geometry.seq_len for stage in stages)
