@@ -6,13 +6,13 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
+from tpu_experiments.config.folders import PACKAGE
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
 from tpu_experiments.config.packs import why_alone
@@ -226,8 +226,7 @@ def _range_problems(key: str, value: float, bounds: Any) -> Iterator[str]:
 
 
 def _task(config: Config) -> list[str]:
-    folder = Path(__file__).parents[1] / "tasks"
-    tasks = [module.name for module in pkgutil.iter_modules([str(folder)])]
+    tasks = [module.name for module in pkgutil.iter_modules([str(PACKAGE / "tasks")])]
     if config.task.name in tasks:
         return [p for rule in OF_TASKS for p in rule(config.task)]
     return [f"task.name={config.task.name}; there is no such task. {suggest(config.task.name, tasks)}"]

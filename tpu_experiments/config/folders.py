@@ -7,10 +7,12 @@ from pathlib import Path
 from tpu_experiments.config.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+REPOSITORY = PACKAGE.parent
+"""The checkout, or the folder that packages are installed in."""
 IS_INSTALLED = (PACKAGE / "conf").is_dir()
 """A wheel has conf/ inside the package; a checkout has it beside the package, and beside run.py."""
-CONF = PACKAGE / "conf" if IS_INSTALLED else PACKAGE.parent / "conf"
-COMMAND = (sys.executable, *(("-m", "tpu_experiments") if IS_INSTALLED else (str(PACKAGE.parent / "run.py"),)))
+CONF = PACKAGE / "conf" if IS_INSTALLED else REPOSITORY / "conf"
+COMMAND = (sys.executable, *(("-m", "tpu_experiments") if IS_INSTALLED else (str(REPOSITORY / "run.py"),)))
 """Words that start a further process of this program, from any folder."""
 
 

@@ -17,7 +17,7 @@ import yaml
 from tpu_experiments.config.checks import field_problems
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.fields import walk
-from tpu_experiments.config.folders import CONF, PACKAGE
+from tpu_experiments.config.folders import CONF, REPOSITORY
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.schema import (
     GROUPS,
@@ -33,7 +33,6 @@ from tpu_experiments.config.schema import (
     TrainerConfig,
 )
 
-REPOSITORY = PACKAGE.parent
 SEARCH = CONF / "task" / "plan.yaml"
 CHOICE = re.compile(r"\w[\w.-]*")
 """Name of a file of a config group; no path."""

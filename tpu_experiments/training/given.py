@@ -95,8 +95,7 @@ def run_to_evaluate(config: Config, task: EvaluateTaskConfig) -> RunFolder:
     Raises:
         ConfigError: it does not exist.
     """
-    assert config.name is not None, "to_config names the run"
-    folder = RunFolder(config.output_dir, config.name)
+    folder = RunFolder.of(config)
     if task.run is not None:
         parent, _, name = task.run.rstrip("/").rpartition("/")
         folder = RunFolder(parent or ("/" if task.run.startswith("/") else "."), name)
@@ -166,5 +165,5 @@ def _require_source(config: Config, name: str) -> None:
 
 
 def _has_checkpoints(config: Config) -> bool:
-    folder = RunFolder(config.output_dir, str(config.name))
+    folder = RunFolder.of(config)
     return paths.is_remote(folder.path()) or paths.exists(folder.path("checkpoints"))
