@@ -48,7 +48,15 @@ NEED_TORCH_XLA = (
 )
 """Files that need torch_xla, its lock or the extra export; left out in TorchTPU's environment, which has none."""
 collect_ignore = [] if find_spec("torch_xla") else list(NEED_TORCH_XLA)
-QUICK = ("loggers", "metrics", "optim", "test_house_rules.py", "test_layers.py", "test_manuals.py")
+QUICK = (
+    "loggers",
+    "metrics",
+    "optim",
+    "test_documented_names.py",
+    "test_house_rules.py",
+    "test_layers.py",
+    "test_manuals.py",
+)
 """Files and folders of the inner loop (`pytest -m quick`), 65 s of CPU; tests on torch_xla are left out."""
 
 

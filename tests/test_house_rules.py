@@ -1,6 +1,7 @@
 """Names that say what a file holds, and a README whose paths exist."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,21 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCES = [REPOSITORY / "run.py", *sorted((REPOSITORY / "tpu_experiments").rglob("*.py"))]
 SOURCES += sorted((REPOSITORY / "launch").rglob("*.py"))
 SOURCES += sorted((REPOSITORY / "tests").rglob("*.py"))
+TOP = {"LICENSE", "README.md", "conf", "launch", "outputs", "pyproject.toml", "run.py", "tests", "tpu_experiments"}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
 
 def name_of(file: Path) -> str:
     return file.relative_to(REPOSITORY).as_posix()
+
+
+def test_the_top_level_has_the_product_and_its_page_alone() -> None:
+    """What is for contributors is in tests/README.md."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("no checkout of git")
+    tops = {path.split("/")[0] for path in listed.stdout.splitlines()}
+    assert sorted(top for top in tops - TOP if not top.startswith(".")) == []
 
 
 def test_no_file_or_folder_is_called_after_nothing() -> None:

@@ -1,6 +1,8 @@
 """An import points down only, and torch_xla stays in the runtime; read from the source, so nothing is imported."""
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "tpu_experiments"
@@ -25,18 +27,28 @@ LAYER_OF = {
     "command_line.py": 7,
     "__main__.py": 8,
 }
+ROOMS = ("parts", "adapters", "stack", "passes", "families", "sources")
+"""Rooms of models/, lowest first; its two files on top belong to the last, and stay there since configs name them."""
 NAMES_TORCH_XLA = ("runtime/xla/", "runtime/kernels/on_xla.py", "runtime/processes/launch.py")
 FRAMEWORKS = {"torch", "torch_xla", "transformers", "datasets", "numpy", "jax", "tokenizers", "safetensors", "pyarrow"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Every import of a file, anywhere in it."""
+    return [
+        node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
 def imported(file: Path) -> set[str]:
     """Every module a file imports, anywhere in it, dotted."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in imports_of(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{file}: a relative import hides its layer"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -65,9 +77,92 @@ def test_imports_point_down() -> None:
     assert wrong == []
 
 
+def test_an_objective_is_named_in_its_own_files_alone() -> None:
+    """Everything else asks `Objective` (objectives/base.py) or the settings' base class."""
+    shared = {"base", "vocabulary", "OBJECTIVES", "TARGETS", "FIRST"}
+    wrong = []
+    for file in SOURCES:
+        name = name_of(file)
+        if name.startswith(("objectives/", "config/objectives/")):
+            continue
+        parts = (module.split(".") for module in imported(file))
+        wrong += [f"{name} imports {'.'.join(p)}" for p in parts if "objectives" in p[1:-1] and not shared & {*p}]
+        asked = re.findall(r"isinstance\(\s*[\w.]*objective\b|getattr\(locate\(", file.read_text(encoding="utf-8"))
+        wrong += [f"{name} asks {text}" for text in asked]
+    assert wrong == []
+
+
 def test_every_folder_has_a_layer() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert folders - set(LAYER_OF) == {"samples"}
+
+
+@cache
+def modules_imported() -> dict[str, set[str]]:
+    """Of every module of the package, those that it imports when it runs: TYPE_CHECKING blocks do not count."""
+    modules = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in SOURCES
+    }
+    found: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        tree = ast.parse(file.read_text("utf-8"))
+        checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        for_types = {ast.unparse(node) for check in checks for node in check.body}
+        names: set[str] = set()
+        for node in imports_of(file):
+            if ast.unparse(node) in for_types:
+                continue
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            else:  # of a package, a module in it, or a name of its own file
+                full = (f"{node.module}.{alias.name}" for alias in node.names)
+                names |= {each if each in modules else node.module or "" for each in full}
+        found[name] = names & modules.keys() - {name}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """A circle of imports for every module that one begins with, as `a -> b -> a`."""
+    done: set[str] = set()
+    found = []
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in sorted(imports[module]):
+                visit(other, [*path, module])
+            done.add(module)
+
+    for module in sorted(imports):
+        visit(module, [])
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions count too: a reader who follows them would come back to where he began."""
+    imports = modules_imported()
+    assert sum(map(len, imports.values())) > 1000
+    assert circles(imports) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b -> c -> b"]
+
+
+def test_rooms_of_models_import_down() -> None:
+    models = PACKAGE / "models"
+    assert {path.name for path in models.iterdir() if path.is_dir() and any(path.glob("*.py"))} == set(ROOMS)
+
+    def room_of(module: str) -> int:
+        room = module.split(".")[2]
+        return ROOMS.index(room) if room in ROOMS else len(ROOMS) - 1
+
+    own = {name: others for name, others in modules_imported().items() if name.startswith("tpu_experiments.models.")}
+    arrows = [(name, other) for name, others in own.items() for other in others & own.keys()]
+    assert [f"{name} imports {other}" for name, other in arrows if room_of(other) > room_of(name)] == []
 
 
 def test_only_the_runtime_names_torch_xla() -> None:
@@ -85,7 +180,7 @@ def test_the_launcher_takes_nothing_of_torch_xla_but_launch() -> None:
 
 
 def test_the_config_names_no_framework() -> None:
-    files = sorted((PACKAGE / "config").glob("*.py"))
+    files = sorted((PACKAGE / "config").rglob("*.py"))
     assert files
     assert [name_of(f) for f in files if {name.split(".")[0] for name in imported(f)} & FRAMEWORKS] == []
 

@@ -94,6 +94,14 @@ def test_tests_that_manuals_name_are_there() -> None:
     assert not missing
 
 
+def test_benchmarks_are_listed_and_their_results_short() -> None:
+    """What holds today is read in one go; what was tried is in the log, and its length is free."""
+    folder = REPOSITORY / "tests/benchmarks"
+    listed = (folder / "README.md").read_text(encoding="utf-8")
+    assert [file.name for file in sorted(folder.glob("[a-z]*.py")) if f"[{file.name}]" not in listed] == []
+    assert len((folder / "RESULTS.md").read_text(encoding="utf-8").splitlines()) < 300
+
+
 def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.REPOSITORY", tmp_path)
     page = tmp_path / "a.md"

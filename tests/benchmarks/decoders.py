@@ -584,7 +584,7 @@ def line_of(result: Mapping[str, Any]) -> str:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the table of tests/benchmarks/README.md."""
+    """Yield the table of tests/benchmarks/decoders.md."""
     right = [each for each in results if each["outcome"] == "right"]
     groups = {
         "right, documents in one row": [each for each in right if each["rows"] == "packed"],

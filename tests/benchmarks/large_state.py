@@ -21,14 +21,14 @@ import torch
 
 from tests.benchmarks.saving import peak_above, trimmed
 from tests.config.composing import composed
+from tests.training.tiny import plain_updates
 from tpu_experiments.checkpoint.manifest import COMMIT
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import read_state, snapshot, zero_state
 from tpu_experiments.config.schema import CheckpointConfig
-from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.runtime.stacked import hugging_face_names
 from tpu_experiments.storage.spool import Spool
 
@@ -96,9 +96,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     parameters = {
         name: runtime.place(torch.randn(shape, generator=generator), name=name) for name, shape in shapes.items()
     }
-    optimizer = AdamW(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    updates = plain_updates(parameters)
     # Placed, since the device makes no zeros before a program reads them.
-    state = zero_state(optimizer, parameters, zeros=runtime.zeros)
+    state = zero_state(updates, parameters, zeros=runtime.zeros)
     runtime.wait()
     held = {"parameters": parameters, "state": state}
     return loading(args, runtime, held) if args.load else saving(args, runtime, held)

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.models.adapters.lora import inject
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.eager import EagerRuntime
 
 MODELS = ("gemma3_270m", "qwen05b", "mistral7b")
@@ -42,7 +41,7 @@ def state_of(model: str, adapters: str) -> list[str]:
     trained = {n: p for n, p in module.named_parameters() if "lora_" in n or not config.lora.r}
     count, found = sum(p.numel() for p in trained.values()), []
     for name in OPTIMIZERS:
-        state = optimizer_of(composed(f"model={model}", adapters, f"optim={name}")).init(trained)
+        state = configured(composed(f"model={model}", adapters, f"optim={name}"))(trained).init(trained)
         found.append(sum(t.nbytes for slots in state.values() for t in slots.values()) / count)
     return [f"{count:,}", *(f"{each:.3f}" for each in found)]
 
@@ -58,7 +57,7 @@ def losses_of(adapters: str, optimizer: str) -> str:
         adapters,
         f"optim={optimizer}",
     )
-    run = Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(config.hw), updates=configured(config))
     losses = run.losses([random_batch(step % NUM_BATCHES) for step in range(NUM_STEPS)])
     return ", ".join(f"{losses[step - 1]:.4f}" for step in (1, 20, 40, 80))
 

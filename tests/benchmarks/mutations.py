@@ -71,7 +71,7 @@ DEFECTS = (
     Defect(
         "gradients are not clipped",
         "tpu_experiments/training/step.py",
-        "clip(named, norm=norm, limit=self.clip_norm)",
+        "self.updates.clipped(named, norm=norm)",
         "named",
         "tests/training/test_step.py tests/training/test_parity.py tests/training/test_processes.py",
     ),
@@ -316,8 +316,8 @@ DEFECTS = (
     Defect(
         "rows: a turn for each call stays a turn",
         "tpu_experiments/data/reading/turns.py",
-        "        if turn.is_call and before is not None",
-        "        if False and turn.is_call and before is not None",
+        "        if is_part and before is not None",
+        "        if False and is_part and before is not None",
         _READERS,
     ),
     Defect(

@@ -152,8 +152,8 @@ def lowered(config: Config, shape: tuple[int, int, int], *, checkpoints: str) ->
 def measured(config: Config, *, checkpoints: str, folder: str) -> dict[str, Any]:
     """What the compiled step costs, in the fields of plan.json that the table reads."""
     from tpu_experiments.config.curriculum import resolve_stages
-    from tpu_experiments.metrics.flops import trained_flops
     from tpu_experiments.models.huggingface import ShapesOfModel
+    from tpu_experiments.objectives.base import trained_flops
     from tpu_experiments.planning.compiled import Compilers, planned, widths_of_step
 
     geometry = resolve_stages(config)[0].geometry

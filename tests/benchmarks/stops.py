@@ -1,6 +1,6 @@
 """SIGTERM at drawn instants of a run with long evaluations and samples: where it came, what was lost, when it ended.
 
-    python -m tests.benchmarks.stops 30
+    python -m tests.benchmarks.stops 30 [--within 40 --set hw.runtime=xla trainer.eval_every_steps=8]
 
 Every run is stopped up to six times, then goes to its end, and is compared with one left alone: records, rows, bytes.
 """
@@ -48,19 +48,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("num", nargs="?", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--within", type=float, default=6.0, help="seconds from the first program to the latest stop")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every run, over `LONG`")
     arguments = parser.parse_args()
     rng, places, seconds, num_runs = random.Random(arguments.seed), Counter[str](), [], 0
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls"
         os.environ["CALLS"] = str(calls)
-        common = (*LONG, f"prepare.folder={folder}/prepared")
+        common = (*LONG, *arguments.set, f"prepare.folder={folder}/prepared")
         whole = Run(Path(folder) / "whole", common)
         whole.finish()
         while seconds[arguments.num - 1 :] == []:
             run = Run(Path(folder) / f"run_{num_runs}", common)
             num_runs += 1
             for _ in range(min(STOPS_OF_A_RUN, arguments.num - len(seconds))):
-                found = stop_at(run, rng.random() * 6.0, calls)
+                found = stop_at(run, rng.random() * arguments.within, calls)
                 if found is None:
                     break
                 place, ended, done = found

@@ -1,4 +1,4 @@
-"""What each model, source and machine composes to: the table of conf/README.md.
+"""What each model, source and machine composes to: the table of conf/PAIRS.md.
 
 `python -m tests.config.pairs` writes it; tests/config/test_pairs.py holds the file against it.
 """
@@ -14,7 +14,7 @@ from tpu_experiments.metrics.flops import FAMILIES
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import chip_limit_gib
 
-MANUAL = CONF / "README.md"
+MANUAL = CONF / "PAIRS.md"
 TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTALL)
 
 

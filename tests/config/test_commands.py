@@ -1,9 +1,11 @@
 """Commands that are printed or written: read by the shell's rules, parsed and composed by Hydra, whatever the names."""
 
+import itertools
 import re
 import shlex
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from omegaconf import OmegaConf
 from tests.config.composing import composed
 from tests.tiers import only
 from tests.training.runs import REPOSITORY
-from tpu_experiments.config.commands import command, override_of
+from tpu_experiments.config.commands import command, override_of, typed
 from tpu_experiments.config.compose import config_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import overlay_file
 from tpu_experiments.config.task_schema import ReportTaskConfig
+from tpu_experiments.export.card import Card, page
 from tpu_experiments.loggers.closing_lines import summary
+from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping import leaderboard
 from tpu_experiments.sweeping.leaderboard import FINISHED, Row
@@ -39,16 +43,18 @@ NAME = "a=b,lora.r=4+c"
 
 def words_of(line: str) -> list[str]:
     """The arguments that a shell hands to run.py."""
-    words = shlex.split(line, comments=True)
+    words = shell_words(line)
     assert words[:2] == ["python", "run.py"], line
-    shown = subprocess.run(
-        ["bash", "-c", f"python() {{ printf '%s\\0' python \"$@\"; }}\n{line}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout.split("\0")[:-1] == words
     return words[2:]
+
+
+def shell_words(line: str) -> list[str]:
+    """The words that a shell makes of a command line."""
+    words = shlex.split(line, comments=True)
+    printed = ["bash", "-c", f"set -- {line}\nprintf '%s\\0' \"$@\""]
+    shown = subprocess.run(printed, capture_output=True, text=True, check=True)
+    assert shown.stdout.split("\0")[:-1] == words
+    return words
 
 
 def commands_in(text: str) -> list[str]:
@@ -113,6 +119,7 @@ def test_those_of_a_sweep(place: str) -> None:
     report = config_of(words_of(compare)).task
     assert isinstance(report, ReportTaskConfig)
     assert report.runs == [folder]
+    assert config_of(words_of(compare)).output_dir == place
     board = shlex.split(next(line for line in text.splitlines() if "tensorboard --logdir" in line))
     assert board == ["tensorboard", "--logdir", f"{folder}/tensorboard"]
     config = replace(composed(), output_dir=folder, name=NAME)
@@ -134,6 +141,41 @@ def test_those_of_refusals_and_pages(place: str) -> None:
     assert config.task.run == place  # type: ignore[attr-defined]
     assert config.task.forms == ["merged"]  # type: ignore[attr-defined]
     assert overlay_file([override_of("+plan", f"{place}/best.yaml")]) == f"{place}/best.yaml"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_those_of_an_export_s_card(place: str) -> None:
+    """llama.cpp's, vLLM's and the Hub's commands hand the names on as they are."""
+    for form, subfolder in itertools.product(("peft", "merged", "gguf", "vptq"), (None, "x")):
+        page_of = Card(form, "run", base=f"/base/{place}")
+        text = page(page_of, place=f"/b/{place}", comparison="", files=[f"{place}.gguf"], subfolder=subfolder)
+        local = f"/b/{place}" if subfolder is None else f"{place.rpartition('/')[2]}/{subfolder}"
+        blocks = re.findall(r"^```+bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.splitlines()]
+        assert bool(lines) == (form != "vptq" or subfolder is not None)
+        for line in lines:
+            words = shell_words(line)
+            given = {"hf": f"/b/{place}", "llama-cli": f"{local}/{place}.gguf"}.get(words[0])
+            given = given or (f"/base/{place}" if form == "peft" else local)
+            assert given in words
+            assert words[0] != "vllm" or form != "peft" or words[-1] == f"adapter={local}"
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "a=b,c", "${x}$HOME", "(y)[z]", "back\\", "`id`;|&<>!*?"])
+def test_what_to_write_instead_of_a_folder(tmp_path: Path, name: str) -> None:
+    """Of an adapter, a run, and a file of GGUF."""
+    for file, named, keys in (
+        ("adapter_config.json", "", ("start.run", "task.adapter")),
+        ("identity.json", "", ("start.run", "task.run")),
+        ("x.gguf", "/x.gguf", ("task.gguf",)),
+    ):
+        folder = tmp_path / file / name
+        folder.mkdir(parents=True)
+        (folder / file).write_text("{}")
+        with pytest.raises(ConfigError) as refused:
+            require_checkpoint(f"{folder}{named}")
+        for key in keys:
+            assert typed(override_of(key, f"{folder}{named}")) in str(refused.value)
 
 
 TYPED = re.compile(r"""f["'].*(python run\.py|tensorboard --logdir|\btask\.runs?=).*\{""")

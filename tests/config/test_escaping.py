@@ -7,6 +7,8 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,13 +16,20 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.config.composing import composed
+from tests.planning.examples import example_plan
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import as_code, fenced, for_markdown, for_terminal
 from tpu_experiments.export.card import Card, page
+from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.runlog import FILE_FORMAT, Formatter, TerminalFormatter
+from tpu_experiments.planning.report import plan_markdown
 from tpu_experiments.storage.retry import StorageFailed
+from tpu_experiments.sweeping.leaderboard import FINISHED, Row, markdown
+from tpu_experiments.tasks.export.parity import Parity
+from tpu_experiments.tasks.export.report import as_markdown
 from tpu_experiments.training.card import card
+from tpu_experiments.training.outputs import estimates_text
 
 CONTROLS = {
     "clears the screen": "a\x1b[2J\x1b[Hb",
@@ -164,6 +173,45 @@ def test_the_card_of_a_run_has_the_parts_of_an_innocent_one(name: str) -> None:
 
     hostile, innocent = (kinds_of(written(text).partition("\n---\n")[2]) for text in (MARKDOWN[name], "innocent"))
     assert [kind for kind in hostile if kind != "text_special"] == [kind for kind in innocent if kind != "text_special"]
+
+
+def leaderboard_page(text: str) -> str:
+    changed = {"model.path": text, f"data.{text}.path": text}
+    row = Row(text, changed, [f"model.path={text}"], text, FINISHED, eval_loss=1.0, findings=[text])
+    return markdown([row], name=text, folder=f"/lab/{text}")
+
+
+def parity_page(text: str) -> str:
+    found = Parity("merged", "worse", text, text, "float32", text, perplexity=2.0, **FIGURES)
+    return as_markdown([found], files={text: {"bytes": 1, "sha256": "0"}})
+
+
+def plan_page(text: str) -> str:
+    return plan_markdown(replace(example_plan(), model=text, notes=[text]))
+
+
+def figures_page(text: str) -> str:
+    known = PlanEstimates(source="compiled", file=text, step_seconds={text: 1.0}, hbm_gib=1.0, reason=text)
+    return estimates_text(known) + estimates_text(replace(known, source=None))
+
+
+FIGURES = {
+    name: 1
+    for name in ("documents", "tokens", "export_perplexity", "perplexity_ratio", "max_log_prob_diff", "lines", "greedy")
+} | {"same_greedy": 1}
+
+
+@pytest.mark.parametrize("name", MARKDOWN)
+@pytest.mark.parametrize("written", [leaderboard_page, parity_page, plan_page, figures_page])
+def test_other_pages_have_the_parts_of_innocent_ones(name: str, written: Callable[[str], str]) -> None:
+    """Of a sweep, a comparison, a plan, and the few figures of one."""
+    hostile, innocent = (
+        [kind for kind in kinds_of(written(text)) if kind not in ("text_special", "softbreak")]
+        for text in (MARKDOWN[name], "innocent")
+    )
+    assert len(hostile) == len(innocent)
+    blocks = [[kind for kind in kinds if re.match("[a-z_]+:", kind)] for kinds in (hostile, innocent)]
+    assert blocks[0] == blocks[1]
 
 
 def test_a_hanging_template_with_a_hostile_name_is_refused_by_a_sentence(tmp_path: Path) -> None:

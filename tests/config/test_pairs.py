@@ -1,4 +1,4 @@
-"""The table of conf/README.md is what the commands compose to."""
+"""The table of conf/PAIRS.md is what the commands compose to."""
 
 from tests.config.pairs import MANUAL, TABLE, table
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_experiments.data.batches import StageRows, fixed_batches
+from tpu_experiments.data.batches import StageRows, fixed_batches, one_batch, with_all_tokens_learnt
 from tpu_experiments.data.rows import Rows
 
 
@@ -127,3 +127,10 @@ def test_fixed_batches_cover_all_rows_in_order():
     assert batches[2].ids_GT.shape == (3, 4)
     assert batches[2].labels == ["held_out:6", "-", "-"]
     assert list(fixed_batches(rows_of(0, 0), global_rows=3)) == []
+
+
+def test_all_tokens_but_the_first_of_a_document_and_padding_can_be_learnt():
+    positions_NT, segments_NT = np.array([[0, 1, 2, 0, 1, 0]]), np.array([[1, 1, 1, 2, 2, 0]])
+    rows = Rows(*(array.astype(np.int32) for array in (segments_NT, 0 * segments_NT, positions_NT, segments_NT)))
+    found = with_all_tokens_learnt(one_batch(rows, labels=["a:0"], global_rows=2))
+    assert found.learn_GT.tolist() == [[0, 1, 1, 0, 1, 0], [0] * 6]

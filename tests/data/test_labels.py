@@ -1,6 +1,7 @@
 """Labels of texts: read from a field, found in the training split, one for each text of a packed row."""
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import pytest
 from tests.data.preparing import all_rows, chat_source, text_source, write_lines
 from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import LABEL
 from tpu_experiments.data.held_out import held_out_documents
 from tpu_experiments.data.prepare import Preparation, labels_of, prepare
 from tpu_experiments.data.steps import labels as module
-from tpu_experiments.data.steps.labels import cut_texts, labels_of_training
+from tpu_experiments.data.steps.labels import LABELS, cut_texts, labels_of_training
 from tpu_experiments.data.steps.pack import flatten
+from tpu_experiments.data.store.shards import row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
 from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer, own_ends
 
@@ -37,7 +40,9 @@ def sources(path, rows, **values):
 
 
 def settings(path, tokenizer, *, labels=None, **values):
-    return Preparation(PrepareConfig(**values), str(path / "p"), tokenizer, {}, is_labelled=True, labels=labels)
+    return Preparation(
+        PrepareConfig(**values), str(path / "p"), tokenizer, {}, is_labelled=True, labels=labels, arrays=(LABELS,)
+    )
 
 
 def made(path, rows, tokenizer, *, labels=NAMES, seq_len=SEQ_LEN, prepare_settings=None, **values):
@@ -133,7 +138,8 @@ def test_every_text_of_a_row_has_its_own_label_behind_it(tmp_path, closing, pack
                 here = rows.segments_NT[row] == number
                 assert rows.learn_NT[row, here].tolist() == [False] * (here.sum() - 1) + [True]
                 assert rows.positions_NT[row, here].tolist() == list(range(here.sum()))
-                seen.add(tuple(rows.ids_NT[row, here].tolist()))
+                assert rows.more[LABEL][row, here][:-1].tolist() == [0] * (here.sum() - 1)
+                seen.add((*rows.ids_NT[row, here].tolist()[:-1], int(rows.more[LABEL][row, here][-1])))
     assert seen == wanted
 
 
@@ -148,8 +154,8 @@ def test_a_text_longer_than_a_row_is_cut_and_keeps_its_ends(tmp_path, closing):
     assert sum(splits.values()) == 1
     assert manifest["splits"][split]["tokens_dropped"] == len(ids) + 1 - SEQ_LEN
     rows = all_rows(source, split, SEQ_LEN)
-    whole = [*ids[: SEQ_LEN - 2], ids[-1], NAMES.index("nu")]
-    assert whole in rows.ids_NT.tolist()
+    row = rows.ids_NT.tolist().index([*ids[: SEQ_LEN - 2], ids[-1], 0])
+    assert rows.more[LABEL][row].tolist() == [0] * (SEQ_LEN - 1) + [NAMES.index("nu")]
 
 
 def test_long_texts_can_be_dropped(tmp_path, closing):
@@ -181,6 +187,22 @@ def test_counts_are_in_the_manifest_and_the_order_of_labels_names_the_folder(tmp
     assert other.folders[SEQ_LEN] != source.folders[SEQ_LEN]
 
 
+def test_rows_prepared_before_labels_were_an_array_are_read_as_those_of_today(tmp_path, closing):
+    """Their shards had the label's number as the id of its place, and their manifest no `arrays`."""
+    source = made(tmp_path, rows_of("nu", "da", "nu"), closing)
+    wanted, manifest = all_rows(source, "train", SEQ_LEN), dict(source.manifests[SEQ_LEN])
+    assert wanted.more[LABEL].any()
+    of_before = replace(wanted, ids_NT=wanted.ids_NT + wanted.more[LABEL], more={})
+    record = write_shard(str(tmp_path / "0.npy"), of_before, dtype=row_dtype(SEQ_LEN, vocab_size=2**16))
+    del manifest["arrays"]
+    manifest["splits"] = {"train": {"shards": [record]}}
+    old = replace(source, folders={SEQ_LEN: str(tmp_path)}, manifests={SEQ_LEN: manifest})
+    found = all_rows(old, "train", SEQ_LEN)
+    assert (found.ids_NT * (found.segments_NT > 0) == wanted.ids_NT * (wanted.segments_NT > 0)).all()
+    assert (found.more[LABEL] == wanted.more[LABEL]).all()
+    assert old.arrays(SEQ_LEN) == source.arrays(SEQ_LEN) == (LABELS,)
+
+
 def test_equal_texts_of_two_labels_are_both_kept_in_one_split(tmp_path, closing):
     given = [*rows_of("da"), *rows_of("nu", count=10), *rows_of("nu", count=10)]
     source = made(tmp_path, given, closing)
@@ -198,7 +220,9 @@ def test_held_out_texts_have_their_labels(tmp_path, closing):
         "a", source, split="test", data_size="full", preparation=preparation, max_documents=None, seed=0
     )
     wanted = {(*closing(row["text"])["input_ids"], NAMES.index(row["kind"])) for row in given}
-    documents = {tuple(ids.tolist()) for ids, _ in held_out.documents()}
+    last_D = np.cumsum(held_out.flat.lengths_D) - 1
+    labels = held_out.flat.more[LABEL][last_D].tolist()
+    documents = {(*ids[:-1].tolist(), label) for (ids, _), label in zip(held_out.documents(), labels, strict=True)}
     assert documents
     assert documents <= wanted
     assert max(held_out.cut(5).flat.lengths_D) == 5

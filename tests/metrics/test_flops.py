@@ -4,10 +4,12 @@ import pytest
 
 from tests.config.composing import composed
 from tests.training.tiny import Run, random_batch
+from tpu_experiments.config import model_schema
 from tpu_experiments.metrics import flops
 from tpu_experiments.metrics import flops as flops_module
-from tpu_experiments.metrics.flops import read_decoder, trained_flops, utilisation
+from tpu_experiments.metrics.flops import read_decoder, utilisation
 from tpu_experiments.models.stack import layer_graph
+from tpu_experiments.objectives.base import trained_flops
 
 ROWS, SEQ_LEN = 2, 64
 
@@ -80,7 +82,7 @@ def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monke
 
 
 def test_what_a_policy_saves_is_what_the_layers_save() -> None:
-    assert flops.SAVED is layer_graph.SAVED
+    assert model_schema.SAVED is layer_graph.SAVED
 
 
 def test_a_named_projection_is_not_computed_again() -> None:
@@ -204,7 +206,8 @@ def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     objective = Classify(labels=("a", "b", "c"))
     run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
-    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    host = random_batch(0, rows=ROWS, seq_len=SEQ_LEN)
+    batch = runtime.put(host | {"label": host["learn"]}, rows_dim=1)
     found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops / (ROWS * SEQ_LEN)
     arch = run.model.source.config
     flops = trained_flops(config, arch, seq_len=SEQ_LEN)

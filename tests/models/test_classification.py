@@ -7,6 +7,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from tests.models.encoders import ENCODERS, SMALL, Encoder, source_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, own_labels
 from tpu_experiments.models.sources.build import describe
@@ -54,15 +55,17 @@ def labelled_rows(*, total=40, first=0):
     """Two rows of three texts with labels 0, 1, 2 behind them, and padding; `first` rotates the texts."""
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(8, 512, (length,), generator=generator) for length in LENGTHS]
-    rows = {name: torch.zeros(2, total, dtype=torch.int32) for name in ("ids", "learn", "positions", "segments")}
+    rows = {
+        name: torch.zeros(2, total, dtype=torch.int32) for name in ("ids", "learn", "positions", "segments", "label")
+    }
     order = [[0, 1, 2], [2, 0, 1]]
     for row, numbers in enumerate(order):
         start = 0
         for place, number in enumerate(numbers, start=1):
             ids = texts[number]
             here = slice(start, start + len(ids) + 1)
-            rows["ids"][row, here] = torch.cat([ids, torch.tensor([number])])
-            rows["learn"][row, here.stop - 1] = 1
+            rows["ids"][row, here] = torch.cat([ids, torch.tensor([0])])
+            rows["learn"][row, here.stop - 1], rows["label"][row, here.stop - 1] = 1, number
             rows["positions"][row, here] = torch.arange(len(ids) + 1)
             rows["segments"][row, here] = place
             start = here.stop
@@ -72,7 +75,7 @@ def labelled_rows(*, total=40, first=0):
 def test_texts_of_a_row_have_the_logits_of_each_alone(encoder):
     module = module_of(source_of(encoder, labels=LABELS))
     rows, texts, order = labelled_rows()
-    found = texts_of(rows, num_labels=3)
+    found = texts_of(rows)
     with torch.no_grad():
         ours = class_logits(module, dict(module.named_parameters()), found)
         alone = torch.cat([module(input_ids=ids[None]).logits for ids in texts])
@@ -86,10 +89,7 @@ def test_padding_changes_nothing(encoder):
     module = module_of(source_of(encoder, labels=LABELS))
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        short, long = (
-            class_logits(module, parameters, texts_of(labelled_rows(total=total)[0], num_labels=3))
-            for total in (26, 60)
-        )
+        short, long = (class_logits(module, parameters, texts_of(labelled_rows(total=total)[0])) for total in (26, 60))
     torch.testing.assert_close(short[:, :3], long[:, :3], atol=2e-5, rtol=2e-5)
 
 
@@ -106,8 +106,8 @@ def test_a_class_that_pools_in_another_way_is_refused():
 
 def test_rows_that_learn_every_token_have_the_last_as_label():
     rows, _, order = labelled_rows()
-    everything = rows | {"learn": (rows["segments"] > 0).int(), "ids": rows["ids"] + 300 * (rows["learn"] > 0)}
-    found, wanted = texts_of(everything, num_labels=3), texts_of(rows, num_labels=3)
+    everything = rows | {"learn": (rows["segments"] > 0).int()}
+    found, wanted = texts_of(everything), texts_of(rows)
     assert found.labels_RK[:, :3].tolist() == order
     assert torch.equal(found.weights_RK, wanted.weights_RK)
     assert torch.equal(found.rows["segments"], wanted.rows["segments"])
@@ -191,6 +191,25 @@ def test_a_classifier_keeps_its_logits_for_the_same_labels_alone(tmp_path, label
     assert bool(source.new_head) != is_same
     assert torch.equal(weights["classifier.weight"], theirs["classifier.weight"]) == is_same
     assert torch.equal(weights["head.dense.weight"], theirs["head.dense.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_peft_reads_the_head_beside_the_adapters(encoder, tmp_path):
+    from peft import PeftModel
+
+    lora = LoraConfig(r=2, targets=["all-linear"])
+    source = source_of(encoder, labels=LABELS)
+    module, _ = describe(source, lora=lora)
+    torch.manual_seed(0)
+    trained = {name: torch.randn(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    write_adapter(str(tmp_path), parameters=trained, initial={}, lora=lora, base_path="base", revision=None)
+    model = PeftModel.from_pretrained(source.built(source.config, dtype=torch.float32), tmp_path)
+    named = dict(model.named_parameters())
+    whole = {name.replace("modules_to_save.default.", ""): name for name in named if ".modules_to_save." in name}
+    assert whole.keys() == {f"base_model.model.{name}" for name in trained if ".lora_" not in name}
+    for name, tensor in trained.items():
+        outer = f"base_model.model.{name}"
+        torch.testing.assert_close(named[whole.get(outer, f"{outer}.default.weight")], tensor, atol=0, rtol=0)
 
 
 def test_with_adapters_the_head_is_trained_whole(encoder):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpu_experiments.models.adapters import lora
-from tpu_experiments.models.adapters.lora import LoraLinear
+from tpu_experiments.models.adapters import layouts, lora
+from tpu_experiments.models.adapters.layouts import OneGradient, OneProduct, layout_of
+from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.parts.contracted import (
     LinearOfHeads,
     contracted,
@@ -130,7 +131,7 @@ def test_weights_that_are_trained_through_their_casts_have_float32_gradients(hea
 
 def adapted(*, features: int = FEATURES, outputs: int = WIDTH, device: str = "cpu") -> LoraLinear:
     linear = nn.Linear(features, outputs, device=device)
-    return LoraLinear(linear.requires_grad_(False), r=RANK, scale=2.0, dropout=0.0, name="layers.0.mlp.up_proj")
+    return layout_of(linear)(linear.requires_grad_(False), r=RANK, scale=2.0, dropout=0.0, name="layers.0.mlp.up_proj")
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -143,11 +144,11 @@ def test_an_adapter_multiplied_with_its_weight_is_one_beside_it(
     layer.lora_A.data, layer.lora_B.data = random(RANK, features), random(outputs, RANK)
     layer = layer.to("xla")
     calls: list[int] = []
-    joint = getattr(lora, way)
-    monkeypatch.setattr(lora, way, lambda *args, **more: calls.append(1) or joint(*args, **more))
+    joint = getattr(layouts, way)
+    monkeypatch.setattr(layouts, way, lambda *args, **more: calls.append(1) or joint(*args, **more))
     found = []
     for tokens in (1, 10**9):
-        monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
+        monkeypatch.setattr(layouts, "TOGETHER_TOKENS", tokens)
         x = random(ROWS, TOKENS, features).to("xla").requires_grad_()
         out = layer(x)
         grads = torch.autograd.grad((out * random(*out.shape).to("xla")).sum(), [x, layer.lora_A, layer.lora_B])
@@ -168,11 +169,11 @@ def test_adapters_of_one_tensor_multiply_it_with_their_weights_from_one_copy(
         part.lora_A.data, part.lora_B.data = random(RANK, 8), random(part.out_features, RANK)
     lora._link_siblings(mlp)
     copies: list[Tensor] = []
-    joined = lora.together
-    monkeypatch.setattr(lora, "together", lambda x, *args, **more: copies.append(x) or joined(x, *args, **more))
+    joined = layouts.together
+    monkeypatch.setattr(layouts, "together", lambda x, *args, **more: copies.append(x) or joined(x, *args, **more))
     found = []
     for tokens in (1, 10**9):
-        monkeypatch.setattr(lora, "TOGETHER_TOKENS", tokens)
+        monkeypatch.setattr(layouts, "TOGETHER_TOKENS", tokens)
         mlp = mlp.to("xla")
         given = {name: random(ROWS, TOKENS, 8).roll(int(name == "y")).to("xla").requires_grad_() for name in inputs}
         outs = [part(given[name]) for part, name in zip(mlp.children(), inputs, strict=True)]
@@ -201,18 +202,17 @@ def test_they_are_one_product_where_tokens_and_features_are_many(
     features: int, outputs: int, tokens: int, chips: int, one: str
 ) -> None:
     layer = adapted(features=features, outputs=outputs, device="meta")
-    layer.row_shards = chips
     x, on_host = torch.empty(1, tokens, features, device="meta"), torch.empty(1, tokens, features)
-    assert layer._is_one_product(x) == (one == "output")
-    assert layer._has_one_gradient(x) == (one == "gradient")
-    assert not layer._is_one_product(on_host), "of a program that XLA does not compile"
-    assert not layer._has_one_gradient(on_host)
+    if features == outputs:
+        assert type(layer) is LoraLinear
+        return
+    assert isinstance(layer, OneProduct if outputs > features else OneGradient)
+    layer.row_shards = chips
+    assert layer.pays(x) == (one != "none")
+    assert not layer.pays(on_host), "of a program that XLA does not compile"
     layer.dropout = 0.1
-    assert not layer._has_one_gradient(x), "only A's input has dropout"
-    assert layer.eval()._has_one_gradient(x) == (one == "gradient")
-    layer.dropout, layer.output_heads = 0.0, 2
-    assert not layer._is_one_product(x), "heads have their own"
-    assert not layer._has_one_gradient(x)
+    assert layer.pays(x) == (one == "output"), "only A's input has dropout"
+    assert layer.eval().pays(x) == (one != "none")
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,8 @@ def test_the_activation_is_read_behind_a_barrier_where_tokens_are_many(
 ) -> None:
     linear = nn.Linear(features, outputs, device="meta").requires_grad_(False)
     layer = LoraLinear(linear, r=RANK, scale=2.0, dropout=0.0, name=f"layers.0.mlp.{leaf}")
-    layer.row_shards = chips
     calls: list[int] = []
     monkeypatch.setattr(build, "apart", lambda x: calls.append(1) or apart(x))
-    build.read_activations_apart(nn.ModuleList([layer]))
+    build.read_activations_apart(nn.ModuleList([layer]), row_shards=chips)
     assert layer(torch.empty(1, tokens, features, device="meta")).shape == (1, tokens, outputs)
     assert len(calls) == is_apart

@@ -9,11 +9,12 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.adapters.dora import row_norms
-from tpu_experiments.models.adapters.lora import MAGNITUDE, A, B, LoraLinear, adapter_weights, scale_of
+from tpu_experiments.models.adapters.dora import DoraLinear, dora_of, row_norms
+from tpu_experiments.models.adapters.lora import MAGNITUDE, A, B, adapter_weights, scale_of
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.dropout import noise
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -39,22 +40,21 @@ def linear_of(kind: str) -> nn.Linear | Conv1D:
     return linear.requires_grad_(False)
 
 
-def with_values(layer: LoraLinear) -> LoraLinear:
+def with_values(layer: DoraLinear) -> DoraLinear:
     """A, B and lengths that are all at work."""
     with torch.no_grad():
         layer.lora_A.copy_(drawn(R, IN, seed=2))
         layer.lora_B.copy_(drawn(OUT, R, seed=3) / 8)
-        assert layer.lora_magnitude_vector is not None
         layer.lora_magnitude_vector.copy_(1 + drawn(OUT, seed=4).abs())
     return layer
 
 
-def adapted(linear: Any, *, dropout: float = 0.0) -> LoraLinear:
+def adapted(linear: Any, *, dropout: float = 0.0) -> DoraLinear:
     name = "model.layers.0.self_attn.q_proj"
-    return with_values(LoraLinear(linear, r=R, scale=ALPHA / R, dropout=dropout, dora=True, name=name))
+    return with_values(dora_of(linear)(linear, r=R, scale=ALPHA / R, dropout=dropout, name=name))
 
 
-def of_peft(layer: LoraLinear, linear: Any, *, kind: str = "linear", dropout: Any = None) -> Any:
+def of_peft(layer: DoraLinear, linear: Any, *, kind: str = "linear", dropout: Any = None) -> Any:
     """PEFT's layer over the same Linear with the same adapter."""
     from peft import LoraConfig as Settings
     from peft.tuners.lora.layer import Linear
@@ -67,14 +67,14 @@ def of_peft(layer: LoraLinear, linear: Any, *, kind: str = "linear", dropout: An
     return theirs
 
 
-def copy_to_peft(layer: LoraLinear, theirs: Any) -> None:
+def copy_to_peft(layer: DoraLinear, theirs: Any) -> None:
     with torch.no_grad():
         theirs.lora_A["default"].weight.copy_(layer.lora_A)
         theirs.lora_B["default"].weight.copy_(layer.lora_B)
         theirs.lora_magnitude_vector["default"].weight.copy_(layer.lora_magnitude_vector)
 
 
-def agree_with_peft(layer: LoraLinear, theirs: Any, *, tolerance: float = 2e-6) -> None:
+def agree_with_peft(layer: DoraLinear, theirs: Any, *, tolerance: float = 2e-6) -> None:
     """Outputs, and gradients of the input and of all three tensors."""
     x, upstream = drawn(3, 10, IN, seed=5), drawn(3, 10, OUT, seed=6)
     found = []
@@ -105,7 +105,7 @@ def test_dropout_is_that_of_peft() -> None:
 
     class SameMask(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return layer._dropped(x)
+            return layer.dropped(x)
 
     linear = linear_of("linear")
     layer = adapted(linear, dropout=0.5)
@@ -171,7 +171,8 @@ def test_a_row_of_zeros_has_a_length_and_gradients_without_nan() -> None:
     with torch.no_grad():
         layer.weight[0] = 0
         layer.lora_B[0] = 0
-        layer.lora_magnitude_vector.copy_(layer._row_norms(torch.float32))  # type: ignore[union-attr]
+        norms = row_norms(layer.weight, layer.lora_A, layer.lora_B, scale=layer.scale)
+        layer.lora_magnitude_vector.copy_(norms)
     layer(drawn(2, IN)).square().sum().backward()
     for parameter in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
         assert parameter is not None

@@ -1,6 +1,7 @@
 """Each family of decoders: a checkpoint that transformers wrote is loaded, computes what transformers computes, and is
-trained on torch_xla; the table of conf/README.md says so."""
+trained on torch_xla; the table of conf/model/README.md says so."""
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.benchmarks.decoders import table
 from tests.models.plain_kernel import PlainKernel
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
@@ -30,7 +32,8 @@ pytestmark = [
     pytest.mark.usefixtures("plain_attention"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-MANUAL = Path(__file__).parents[2] / "conf" / "README.md"
+MANUAL = Path(__file__).parents[2] / "conf" / "model" / "README.md"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -262,3 +265,9 @@ def test_what_is_refused_says_so(name, model_type, why, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(model_type)):
         require_isolation(source_of(Family(name, model_type, "eager"), tmp_path), is_packed=False)
     require_line(f"| {name} | `{model_type}` | refused | {why} |")
+
+
+def test_the_table_of_every_decoder_is_that_of_its_results():
+    lines = (BENCHMARKS / "decoders.jsonl").read_text(encoding="utf-8").splitlines()
+    written = (BENCHMARKS / "decoders.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in written if line.startswith("|")] == list(table([json.loads(line) for line in lines]))

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tests.tiers import only
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.models.adapters.lora import LoraLinear
+from tpu_experiments.models.adapters.layouts import LoraOfInputHeads, LoraOfOutputHeads
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.contracted import LinearOfHeads
 from tpu_experiments.models.stack.fold import fold
@@ -261,9 +261,9 @@ def test_projections_that_write_and_read_heads_compute_the_same(gradients_of, mo
     kernel = XlaAttention(mesh=Mesh(), target="interpreted")
     ours = gradients_of(model, *job, "model.attention=flash", kernel=kernel)
     heads = {
-        (part.leaf, part.input_heads, part.output_heads)
+        (part.leaf, getattr(part, "input_heads", 0), getattr(part, "output_heads", 0))
         for part in ours[2].model.module.modules()
-        if isinstance(part, LoraLinear | LinearOfHeads) and (part.input_heads or part.output_heads)
+        if isinstance(part, LoraOfInputHeads | LoraOfOutputHeads | LinearOfHeads)
     }
     config = ours[2].model.module.config
     queries, keys = config.num_attention_heads, config.num_key_value_heads

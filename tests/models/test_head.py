@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_loss import largest
 from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.models.adapters.lora import LoraLinear
+from tpu_experiments.data.rows import TOKEN_ARRAYS
+from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import python_loop
-from tpu_experiments.training.step import ROW_TENSORS
 
 pytestmark = pytest.mark.xla
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -42,7 +42,7 @@ def model_of(model_type, arch):
 
 
 def batch_of(*, vocab=64, seq_len=24):
-    rows = {name: t[0] for name, t in random_batch(0, rows=2, seq_len=seq_len).items() if name in ROW_TENSORS}
+    rows = {name: t[0] for name, t in random_batch(0, rows=2, seq_len=seq_len).items() if name in TOKEN_ARRAYS}
     return rows | {"ids": rows["ids"] % vocab}
 
 

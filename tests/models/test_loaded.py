@@ -18,7 +18,8 @@ from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.models import huggingface
-from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources import buffers, build, conversion, loaded
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.models.sources.loaded import difference, fault_of_written, part_of, require_loaded, with_layers

@@ -14,7 +14,7 @@ from tests.training.runs import finished, run
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.config.schema import MaskedConfig
+from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -79,7 +79,7 @@ def test_texts_of_a_row_have_the_logits_of_transformers_with_a_global_first_toke
     rows, texts, order = labelled_rows()
     named = dict(ours.named_parameters())
     with torch.no_grad():
-        found = class_logits(ours, named, texts_of(rows, num_labels=3))[:, :3]
+        found = class_logits(ours, named, texts_of(rows))[:, :3]
         alone = torch.cat([reference(input_ids=ids[None]).logits for ids in texts])
         local = torch.cat([
             reference(input_ids=ids[None], global_attention_mask=torch.zeros_like(ids[None])).logits for ids in texts
@@ -142,7 +142,8 @@ def run_of(config):
     # Rows of a length that no other test has: what this process has compiled before is not compiled again.
     sent = [random_batch(i, rows=2, seq_len=44) for i in range(NUM_FIRST + 2)]
     noise = torch.arange(2, dtype=torch.int32)[None]
-    return run, [runtime.put(batch | {"noise": noise}, rows_dim=1) for batch in sent]
+    more = [{"noise": noise} if is_masked else {"noise": noise, "label": batch["ids"] % 3} for batch in sent]
+    return run, [runtime.put(batch | own, rows_dim=1) for batch, own in zip(sent, more, strict=True)]
 
 
 @pytest.mark.parametrize("case", only(["mlm", "classify, adapters"], CASES))

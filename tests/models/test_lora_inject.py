@@ -8,9 +8,11 @@ from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.adapters.lora import LoraLinear, adapter_weights, inject, scale_of
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
+from tpu_experiments.models.adapters.lora import adapter_weights, inject, scale_of
+from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.dropout import noise
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import build_model, describe
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
@@ -125,7 +127,8 @@ def test_siblings_that_read_one_tensor_equal_adapters_by_themselves(module, drop
         nn.init.normal_(part.lora_B)
     alone = copy.deepcopy(attn)
     for part in (alone.q_proj, alone.v_proj):
-        part.siblings = None
+        site, part.siblings = part.siblings.site, Siblings([part])
+        part.siblings.site = site
     x = torch.randn(3, 5, 12, dtype=torch.float64)
     results = []
     for of in (attn, alone):
@@ -162,9 +165,9 @@ def test_every_tensor_that_adapters_read_has_masks_of_its_own(module):
     inject(module, LoraConfig(r=2, targets=["q_proj", "v_proj", "up_proj"]))
     first, second = ((layer.attn.q_proj, layer.attn.v_proj, layer.up_proj) for layer in module.layers)
     assert [part.layer_idx for part in (*first, *second)] == [0, 0, 0, 1, 1, 1]
-    assert [part.site for part in first] == [part.site for part in second]
-    assert first[0].site == first[1].site != first[2].site
-    assert all(-(2**31) <= part.site < 2**31 for part in first)
+    assert [part.siblings.site for part in first] == [part.siblings.site for part in second]
+    assert first[0].siblings.site == first[1].siblings.site != first[2].siblings.site
+    assert all(-(2**31) <= part.siblings.site < 2**31 for part in first)
 
 
 def identity_adapter(*, dropout, scale=0.5):

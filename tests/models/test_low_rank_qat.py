@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from tests.config.composing import composed
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.calibrated import GridForm, TrainedGrid
 from tpu_experiments.export.quantised import write_quantised
 from tpu_experiments.export.weights import Effect, whole_model
-from tpu_experiments.models.adapters.lora import RoundedLinear
 from tpu_experiments.models.adapters.low_rank_qat import (
     EXPONENT,
+    RoundedLinear,
     decoded,
     fixed_point,
     fold,
@@ -33,7 +33,6 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.sources.build import describe
 from tpu_experiments.models.sources.frozen import build_frozen
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.quantisation.grid import Grid, over_columns
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import LEARNT_SCALE, is_learnt_scale, unstacked
@@ -147,7 +146,7 @@ def trained() -> Run:
     """A tiny model after three steps at a rate that moves integers, in groups, with inputs of 8 bits."""
     config = composed(*TINY, "hw.runtime=eager", GROUPS, "model.linear_activations=int8", "lora.alpha=64",
                       "optim.scale_lr_ratio=0.1", "optim.weight_decay=0.5")  # fmt: skip
-    run = Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(config.hw), updates=configured(config))
     run.config, run.start = config, {name: value.clone() for name, value in run.parameters.items()}  # type: ignore[attr-defined]
     run.losses([random_batch(i, lr=3e-2) for i in range(3)])
     return run
@@ -239,7 +238,7 @@ def test_on_xla_the_steps_are_those_of_plain_torch(make_config: Any, more: tuple
     for kind in ("xla", "eager"):
         config = make_config(*TINY, *more, "model.size=tiny", f"hw.runtime={kind}", "lora.alpha=64")
         runtime: Any = EagerRuntime(config.hw) if kind == "eager" else XlaRuntime(config.hw, sharding=config.sharding)
-        run = Run(config, runtime, optimizer=optimizer_of(config))
+        run = Run(config, runtime, updates=configured(config))
         losses = run.losses([random_batch(i, lr=1e-2, accumulation=1 + i % 2) for i in (0, 2)])
         found.append((losses, unstacked({name: value.cpu() for name, value in run.parameters.items()})))
     (ours, parameters), (expected, others) = found

@@ -13,11 +13,16 @@ from tests.models.test_contracted import outcome, random
 from tests.training.tiny import Run, built, random_batch
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.schema import Config
-from tpu_experiments.models.adapters import lora, padded
-from tpu_experiments.models.adapters.lora import LoraLinear, Siblings
+from tpu_experiments.models.adapters import padded
+from tpu_experiments.models.adapters.layouts import OneProduct
+from tpu_experiments.models.adapters.linear import Siblings
 from tpu_experiments.models.adapters.padded import (
+    PaddedLora,
     below,
     beside,
+    fitting_padding,
+    padded_adapters,
+    padded_family,
     weights_with_adapters,
     with_adapters,
     with_low,
@@ -40,8 +45,8 @@ WORDS = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "lora=all_li
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of 64 by 128 are padded too, as large ones are."""
-    monkeypatch.setattr(lora, "MIN_FEATURES", 1)
-    for module in (lora, build, padded):
+    monkeypatch.setattr(padded, "MIN_FEATURES", 1)
+    for module in (build, padded):
         monkeypatch.setattr(module, "PADDING", PADDING)
 
 
@@ -60,7 +65,7 @@ def eager(make_config: Callable[..., Config]) -> EagerRuntime:
 
 def paddings(module: torch.nn.Module) -> dict[str, str]:
     """How the adapted weights of the first layer are padded."""
-    adapters = [p for p in module.modules() if isinstance(p, LoraLinear) and p.path.startswith("model.layers.0")]
+    adapters = [p for p in padded_adapters(module).values() if p.path.startswith("model.layers.0")]
     return {part.leaf: part.padding for part in adapters}
 
 
@@ -128,19 +133,18 @@ def test_below_is_a_weight_and_an_adapter(device: str) -> None:
 def test_siblings_may_read_tensors_of_their_own(is_shared: bool) -> None:
     """Each one's values are then multiplied by its own columns all the same."""
     layers = [
-        LoraLinear(torch.nn.Linear(64, 128, bias=False), r=4, scale=2.0, dropout=0.0, name=f"layers.0.mlp.{leaf}")
+        OneProduct(torch.nn.Linear(64, 128, bias=False), r=4, scale=2.0, dropout=0.0, name=f"layers.0.mlp.{leaf}")
         for leaf in ("gate_proj", "up_proj")
     ]
-    siblings = Siblings(layers)
+    Siblings.link([*layers])
     for layer in layers:
-        layer.siblings = siblings
         layer.lora_A.data, layer.lora_B.data = random(4, 64), random(128, 4)
     xs = [random(2, 3, 64)] * 2 if is_shared else [random(2, 3, 64), random(2, 3, 64) + 1]
     expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
-    held = {}
+    family = [(layer, f"layers.0.mlp.{layer.leaf}", fitting_padding(layer, in_loop=False)) for layer in layers]
+    layers, held = padded_family(family), {}
     for layer in layers:
-        layer.pad_weight(layer.fitting_padding(in_loop=False), f"layers.0.mlp.{layer.leaf}")
-        values = layer.padding_values(lambda owner, part: owner.get_parameter(part).detach())
+        values = layer.values(lambda owner, part: owner.get_parameter(part).detach())
         held[layer.path] = with_padding(F.pad(layer.weight.detach(), (0, PADDING)), values)
     with with_adapters(held):
         found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
@@ -196,11 +200,11 @@ def test_steps_and_evaluations_are_those_of_plain_torch(
     dropout = config.lora.dropout
     runs = [Run(config, runtime) for runtime in (xla, eager)]
     assert [paddings(run.model.module) for run in runs] == [expected, {}]
-    before = {part.path: part.frozen_weight.cpu().clone() for part in padded_parts(runs[0])}
+    before = {part.path: part.matrix(part.weight.dtype).cpu().clone() for part in padded_parts(runs[0])}
     losses = [list(trained(run, accumulation=accumulation, dropout=dropout)) for run in runs]
     assert torch.tensor(losses[0]).sub(torch.tensor(losses[1])).abs().max() < 1e-5
     for part in padded_parts(runs[0]):
-        assert torch.equal(part.frozen_weight.cpu(), before[part.path])
+        assert torch.equal(part.matrix(part.weight.dtype).cpu(), before[part.path])
     trained_values = unstacked(runs[0].parameters)
     for name, value in runs[1].parameters.items():
         torch.testing.assert_close(trained_values[name].cpu(), value, atol=1e-4, rtol=0)
@@ -235,8 +239,8 @@ def test_attention_reads_saved_queries_keys_and_values_out_of_their_stacks(
     torch.testing.assert_close(ours, runs[1].losses(batches), atol=1e-5, rtol=0)
 
 
-def padded_parts(run: Run) -> list[LoraLinear]:
-    return list(lora.padded_adapters(run.model.module).values())
+def padded_parts(run: Run) -> list[PaddedLora]:
+    return list(padded_adapters(run.model.module).values())
 
 
 def trained(run: Run, *, accumulation: int, dropout: float, steps: int = 8) -> Iterator[float]:
@@ -312,7 +316,7 @@ def test_sharded_stacks_are_padded_along_the_other_dimension(
     monkeypatch.setattr(xla, "folding", replace(xla.folding, in_place=sharded))
     module = built(make_config(*WORDS, "model.stack=scanned"), xla).module
     assert paddings(module) == expected
-    assert all(part.is_gathered for part in lora.padded_adapters(module).values())
+    assert all(part.is_gathered for part in padded_adapters(module).values())
 
 
 def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,5 +332,5 @@ def test_others_are_not_padded(make_config: Callable[..., Config], xla: Any, mon
         monkeypatch.setattr(xla, "folding", other)
         assert paddings(built(config, xla).module) == {}
     monkeypatch.setattr(xla, "folding", folding)
-    monkeypatch.setattr(lora, "MIN_FEATURES", 65)
+    monkeypatch.setattr(padded, "MIN_FEATURES", 65)
     assert paddings(built(config, xla).module) == {}

@@ -19,7 +19,7 @@ def relabelled_rows():
     """The rows with labels of which some are predicted."""
     rows, texts, order = labelled_rows()
     is_label = rows["learn"] > 0
-    rows["ids"][is_label] = torch.tensor(OF_TEXT, dtype=torch.int32)[rows["ids"][is_label].long()]
+    rows["label"][is_label] = torch.tensor(OF_TEXT, dtype=torch.int32)[rows["label"][is_label].long()]
     return rows, texts, [number for row in order for number in row]
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_measured_without_texts():
 
 def test_predictions_stand_before_each_label(module, logits):
     rows, _, _ = relabelled_rows()
-    found = Classify(labels=LABELS).predictions(module, dict(module.named_parameters()), rows)
+    found = Classify(labels=LABELS).document_scores(module, dict(module.named_parameters()), rows)
     at = (rows["learn"] > 0).roll(-1, 1)
     assert torch.equal(found.weights_RT > 0, at)
     assert found.hits_RT[at].tolist() == logits.argmax(-1).tolist()

@@ -18,7 +18,8 @@ from tpu_experiments.config.masking import MOST_PIECES, num_places
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.models.parts.dropout import token_words
 from tpu_experiments.objectives.base import Computing
-from tpu_experiments.objectives.masked import Masked, Vocabulary, ranges, starts_of
+from tpu_experiments.objectives.masked import Masked, starts_of
+from tpu_experiments.objectives.vocabulary import Vocabulary, ranges
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
 from tpu_experiments.training.batches import with_noise

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.tiers import only
 from tests.training.runs import finished, losses, run
-from tests.training.tiny import Run, built, random_batch
+from tests.training.tiny import Run, built, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import Batch
@@ -79,7 +80,7 @@ def test_a_loss_is_divided_by_its_own_count(make_config, accumulation):
     objective = PerRow(computing=Computing())
     batch = random_batch(1, accumulation=accumulation)
     batch["learn"][0, 1] = 0
-    stepped = Run(config, runtime, clip_norm=None, row_loss=objective.row_loss)
+    stepped = Run(config, runtime, updates=partial(plain_updates, clip_norm=None), row_loss=objective.row_loss)
     stepped.step.count = objective.count
     leaves = {name: p.detach().clone().requires_grad_() for name, p in stepped.parameters.items()}
     rows = {name: batch[name].flatten(0, 1) for name in ("ids", "learn", "positions", "segments")}
@@ -116,12 +117,14 @@ OWN = '''
 
 import torch
 
+from tpu_experiments.data.rows import Array
 from tpu_experiments.models.passes.forward import logits_of, row_losses
 
 
 class Half:
     draws = True
     has_scores = False
+    arrays = (Array("reference", "float32", per="row"),)
 
     def __init__(self, *, options, computing):
         self.part = options["part"]
@@ -141,7 +144,8 @@ class Half:
         return target_weights(self.chosen(rows))[1]
 
     def row_loss(self, module, parameters, rows):
-        return row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        sums, tokens = row_losses(logits_of(module, parameters, rows), self.chosen(rows))
+        return sums + rows["reference"], tokens
 
     def scores(self, module, parameters, rows):
         raise NotImplementedError
@@ -192,6 +196,6 @@ def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtim
 def test_an_objective_that_does_not_say_what_it_needs_is_refused(make_config, monkeypatch):
     """Before anything is written, and not by a traceback in the middle of a run."""
     config = make_config(*TINY)
-    monkeypatch.delattr(NextToken, "has_scores")
+    monkeypatch.setattr(NextToken, "has_scores", "loss")
     with pytest.raises(ConfigError, match=r"^objective\._target_=.*NextToken; its has_scores must be True or False"):
         check_targets(config)

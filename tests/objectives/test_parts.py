@@ -5,15 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_experiments.objectives.base import groups_of
+from tpu_experiments.config.schema import OptimConfig
+from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import ParameterGroup
-from tpu_experiments.optim.group_rates import GroupRates, with_group_rates
+from tpu_experiments.optim.facts import facts_of
+from tpu_experiments.optim.updates import Updates
 from tpu_experiments.runtime.ops import python_loop
 from tpu_experiments.training.step import TrainStep
 
 VOCABULARY, WIDTH = 11, 8
-SETTINGS = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+WEIGHT_DECAY, SETTINGS = 0.1, {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 class Pair(nn.Module):
@@ -53,15 +55,19 @@ def batch_of(accumulation):
     return rows | {"lr": torch.tensor([1e-2])}
 
 
+def updates_of(parameters, **settings):
+    facts = facts_of(OptimConfig(clip_norm=None), parameters, **settings)
+    return Updates(AdamW(**SETTINGS), facts, WEIGHT_DECAY)
+
+
 def step_of(module, **settings):
     return TrainStep(
         module,
-        optimizer=settings.pop("optimizer", AdamW(**SETTINGS)),
+        updates=updates_of(dict(module.named_parameters()), **settings),
         sum_over_processes=list,
         row_loss=row_loss,
         count=count,
         loop=python_loop,
-        **settings,
     )
 
 
@@ -77,14 +83,14 @@ def test_every_part_is_divided_by_its_own_count(accumulation):
     module, batch = Pair(), batch_of(accumulation)
     expected = loss_of(module, batch)
     grads = torch.autograd.grad(expected, list(module.parameters()))
-    step = step_of(module, clip_norm=None)
+    step = step_of(module)
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     total = count({name: tensor.flatten(0, 1) for name, tensor in batch.items() if name != "lr"})
     assert total[0] != total[1]
     ours, _ = step.gradients(parameters, batch, total)
     for one, other in zip(ours, grads, strict=True):
         torch.testing.assert_close(one, other)
-    _, _, output = step(parameters, step.optimizer.init(parameters), batch)
+    _, _, output = step(parameters, step.updates.init(parameters), batch)
     torch.testing.assert_close(output.loss, expected.detach())
     assert output.row_losses_AR.shape == (accumulation, 3)
     torch.testing.assert_close(output.row_losses_AR.sum() / output.num_supervised, output.loss)
@@ -100,13 +106,13 @@ def test_groups_train_as_two_optimizers_do():
     groups = [
         ParameterGroup(tuple(n for n in names if n.startswith(part)), limits[part], rates[part]) for part in limits
     ]
-    step = step_of(module, clip_norm=None, optimizer=GroupRates(AdamW(**SETTINGS), groups), groups=groups)
-    state = step.optimizer.init(parameters)
+    step = step_of(module, groups=groups)
+    state = step.updates.init(parameters)
     theirs = []
     for part in limits:
         own = getattr(module, part)
         kinds = [{"params": [p for p in own.parameters() if (p.ndim > 1) == decays],
-                  "weight_decay": SETTINGS["weight_decay"] * decays} for decays in (True, False)]  # fmt: skip
+                  "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)]  # fmt: skip
         betas = (SETTINGS["beta1"], SETTINGS["beta2"])
         theirs.append(torch.optim.AdamW(kinds, lr=1e-2 * rates[part], betas=betas, eps=SETTINGS["eps"]))
     for _ in range(3):
@@ -123,11 +129,5 @@ def test_groups_train_as_two_optimizers_do():
             torch.testing.assert_close(parameters[name], p.detach())
 
 
-def test_equal_rates_need_no_groups_in_the_optimizer():
-    plain = AdamW(**SETTINGS)
-    assert with_group_rates(plain, [ParameterGroup(("a",), 1.0), ParameterGroup(("b",), 2.0)]) is plain
-    assert isinstance(with_group_rates(plain, [ParameterGroup(("a",), 1.0, 0.5)]), GroupRates)
-
-
 def test_an_objective_without_groups_has_none():
-    assert groups_of(object(), ["a"], clip_norm=1.0) == ()
+    assert Objective().parameter_groups(["a"], clip_norm=1.0) == ()

@@ -37,8 +37,9 @@ from tpu_experiments.models.replaced_token import (
     embedded_words,
     replaced_logits_of,
 )
-from tpu_experiments.objectives.masked import Vocabulary, num_places
+from tpu_experiments.objectives.masked import num_places
 from tpu_experiments.objectives.replaced_token import SUMS, ReplacedToken
+from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
 from tpu_experiments.tasks.setup import check_model
@@ -205,7 +206,7 @@ def test_detections_of_tokens_add_up_to_the_sums():
     with torch.no_grad():  # about half of the tokens are taken for replaced
         parameters["replaced.classifier.bias"] -= objective.predictions(module, parameters, rows).logits_RT.median()
     found = dict(zip(SUMS, objective.sums(module, parameters, rows).tolist(), strict=True))
-    scores = objective.detections(module, parameters, rows)
+    scores = objective.document_scores(module, parameters, rows)
     replaced, said = scores.hits_RT >= 2, scores.hits_RT % 2 > 0
     assert 0 < found["found"] < min(found["said"], found["replaced"])
     counts = {"tokens": scores.weights_RT, "replaced": replaced, "said": said, "found": replaced & said}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.training.tiny import plain_updates
 from tpu_experiments.config.schema import BLOCK
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.adamw8bit import AdamW8bit
@@ -39,15 +40,16 @@ def gradients(seed: int = 1) -> list[dict[str, Tensor]]:
     return [{name: drawn(name) for name in SHAPES} for _ in range(NUM_STEPS)]
 
 
-def trained(optimizer: AdamW, *, device: str = "cpu") -> tuple[list[Named], State]:
+def trained(optimizer: AdamW, *, weight_decay: float, device: str = "cpu") -> tuple[list[Named], State]:
     """Parameters after every step, and the last state."""
     current = {name: p.to(device) for name, p in parameters().items()}
-    state = optimizer.init(current)
+    updates = plain_updates(current, optimizer=optimizer, weight_decay=weight_decay)
+    state = updates.init(current)
     state[""]["count"] = state[""]["count"].to(device)
     history = []
     for grads in gradients():
         on_device = {name: g.to(device) for name, g in grads.items()}
-        current, state = optimizer.update(current, on_device, state, lr=torch.tensor([LR], device=device))
+        current, state = updates.update(current, on_device, state, lr=torch.tensor([LR], device=device))
         history.append({name: p.cpu() for name, p in current.items()})  # on XLA, one program for each step
         state = {name: {slot: t.cpu().to(device) for slot, t in slots.items()} for name, slots in state.items()}
     return history, state
@@ -63,8 +65,8 @@ def test_twenty_steps_are_near_those_of_bitsandbytes() -> None:
         {"params": [p for p in leaves.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     theirs = bnb.optim.AdamW8bit(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    ours, state = trained(AdamW8bit(weight_decay=0.1, **SETTINGS))
-    full, _ = trained(AdamW(weight_decay=0.1, **SETTINGS))
+    ours, state = trained(AdamW8bit(**SETTINGS), weight_decay=0.1)
+    full, _ = trained(AdamW(**SETTINGS), weight_decay=0.1)
     for step, grads in enumerate(gradients()):
         for name, leaf in leaves.items():
             leaf.grad = grads[name]
@@ -96,7 +98,7 @@ def test_twenty_steps_are_those_of_the_published_rule(weight_decay: float) -> No
     tables = {slot: functional.create_dynamic_map(signed=slot == "first") for slot in ("first", "second")}
     current = {name: parameters()[name] for name in IN_8_BITS}
     packed: dict[str, dict[str, Any]] = {name: {} for name in IN_8_BITS}
-    ours, _ = trained(AdamW8bit(weight_decay=weight_decay, **SETTINGS))
+    ours, _ = trained(AdamW8bit(**SETTINGS), weight_decay=weight_decay)
     for step, grads in enumerate(gradients()):
         for name in IN_8_BITS:
             leaf = torch.nn.Parameter(current[name])
@@ -128,13 +130,13 @@ def test_no_step_is_larger_than_exact_moments_allow() -> None:
     generator = torch.Generator().manual_seed(0)
     multiple = (1 - 0.9) ** 2 / ((1 - 0.95) * (1 - 0.9**2 / 0.95))
     for kind in (AdamW, AdamW8bit):
-        optimizer, current = kind(weight_decay=0.0, **SETTINGS), {"p": torch.zeros(64, 512)}
+        optimizer, current = kind(**SETTINGS), {"p": torch.zeros(64, 512)}
         state = optimizer.init(current)
         for step in range(1, 30):
             rows = torch.rand(64, 1, generator=generator) < 0.2
             sizes = 10.0 ** (-6 * torch.rand(64, 512, generator=generator))
             grads = {"p": torch.randn(64, 512, generator=generator) * sizes * rows}
-            moved, state = optimizer.update(current, grads, state, lr=torch.tensor([LR]))
+            moved, state = optimizer.update(current, grads, state, lr=torch.tensor([LR]), decay={"p": 0.0})
             bound = LR * (multiple * (1 - 0.95**step)) ** 0.5 / (1 - 0.9**step)
             largest = float((moved["p"] - current["p"]).abs().max())
             assert largest <= bound * (1.001 if kind is AdamW else 1.3), (kind, step, largest / bound)
@@ -182,8 +184,8 @@ def test_blocks_of_whole_rows_keep_the_dimensions() -> None:
 
 def test_it_stays_near_float32() -> None:
     """After 20 steps the parameters have moved by up to 20 LR; 8 bits change the way by less than 5 %."""
-    ours, _ = trained(AdamW8bit(weight_decay=0.0, **SETTINGS))
-    full, _ = trained(AdamW(weight_decay=0.0, **SETTINGS))
+    ours, _ = trained(AdamW8bit(**SETTINGS), weight_decay=0.0)
+    full, _ = trained(AdamW(**SETTINGS), weight_decay=0.0)
     for name, start in parameters().items():
         moved = (full[-1][name] - start).norm()
         off = (ours[-1][name] - full[-1][name]).norm()
@@ -193,18 +195,19 @@ def test_it_stays_near_float32() -> None:
 
 def test_a_stack_is_so_many_parameters() -> None:
     """Three layers, stacked or one by one: the same update and state bit for bit; whether 8 bits is by one layer."""
-    optimizer = AdamW8bit(weight_decay=0.1, **SETTINGS)
+    optimizer = AdamW8bit(**SETTINGS)
     generator = torch.Generator().manual_seed(0)
     shapes = {"rows": (3, 16, 512), "short": (3, 71, 67), "vector": (3, 4096), "small": (3, 40, 40)}
     whole = {f"layers.0:3:1.{n}.weight": torch.randn(s, generator=generator) for n, s in shapes.items()}
     apart = unstacked(whole)
-    whole_state, state = optimizer.init(whole), optimizer.init(apart)
+    of_whole, of_apart = (plain_updates(p, optimizer=optimizer, weight_decay=0.1) for p in (whole, apart))
+    whole_state, state = of_whole.init(whole), of_apart.init(apart)
     for _ in range(3):
         grads = {name: torch.randn(p.shape, generator=generator) for name, p in whole.items()}
         for name in grads:
             grads[name][1] *= 100  # a layer that is unlike the others
-        whole, whole_state = optimizer.update(whole, grads, whole_state, lr=torch.tensor([0.1]))
-        apart, state = optimizer.update(apart, unstacked(grads), state, lr=torch.tensor([0.1]))
+        whole, whole_state = of_whole.update(whole, grads, whole_state, lr=torch.tensor([0.1]))
+        apart, state = of_apart.update(apart, unstacked(grads), state, lr=torch.tensor([0.1]))
     for name, value in unstacked(whole).items():
         assert torch.equal(value, apart[name]), name
     slots = {f"{name}/{slot}": t for name, values in whole_state.items() for slot, t in values.items()}
@@ -215,7 +218,7 @@ def test_a_stack_is_so_many_parameters() -> None:
 
 
 def test_the_state_has_two_bytes_per_element_and_a_share_for_the_blocks() -> None:
-    state = AdamW8bit(weight_decay=0.0, **SETTINGS).init({"p": torch.empty(1024, 4096, device="meta")})
+    state = AdamW8bit(**SETTINGS).init({"p": torch.empty(1024, 4096, device="meta")})
     assert sum(t.nbytes for t in state["p"].values()) == 1024 * 4096 * (2 + 2 * 4 / 256)
 
 
@@ -258,10 +261,10 @@ def test_twenty_steps_on_xla_are_those_of_plain_torch() -> None:
     import torch_xla
     import torch_xla.debug.metrics as met
 
-    optimizer = AdamW8bit(weight_decay=0.1, **SETTINGS)
-    plain, _ = trained(optimizer)
+    optimizer = AdamW8bit(**SETTINGS)
+    plain, _ = trained(optimizer, weight_decay=0.1)
     met.clear_counters()
-    on_xla, state = trained(optimizer, device=str(torch_xla.device()))
+    on_xla, state = trained(optimizer, weight_decay=0.1, device=str(torch_xla.device()))
     assert not [name for name in met.counter_names() if name.startswith("aten::")]
     for name, p in plain[-1].items():
         off = (on_xla[-1][name] - p).abs()
@@ -270,5 +273,5 @@ def test_twenty_steps_on_xla_are_those_of_plain_torch() -> None:
     assert {t.dtype for t in state["rows"].values()} == {torch.uint8, torch.float32}
     grads = {name: p.to(torch_xla.device()) for name, p in gradients()[0].items()}
     lr = torch.tensor([LR], device=torch_xla.device())
-    new, _ = optimizer.update(grads, grads, state, lr=lr)
+    new, _ = optimizer.update(grads, grads, state, lr=lr, decay=dict.fromkeys(grads, 0.1))
     assert "f64" not in torch_xla._XLAC._get_xla_tensors_hlo(list(new.values()))

@@ -7,21 +7,22 @@ import torch
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from tests.config.composing import composed
+from tests.training.tiny import configured
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
-from tpu_experiments.optim.build import optimizer_of
-from tpu_experiments.optim.ema import LAG, AveragedOptimizer, Averages
+from tpu_experiments.optim.ema import LAG, Averages
 
 DECAY, NUM_STEPS = 0.8, 60
 
 
-def trained(optimizer, *, num_steps: int, start=None):
+def trained(config, *, num_steps: int, start=None):
     """Parameters of every step, from the start on, and the last state."""
     parameters = start or {"model.layers.0:2:1.w": torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))}
-    state, all_steps = optimizer.init(parameters), [parameters]
+    updates = configured(config)(parameters)
+    state, all_steps = updates.init(parameters), [parameters]
     for step in range(num_steps):
         grads = {name: torch.sin(p * (step + 1)) for name, p in parameters.items()}
-        parameters, state = optimizer.update(parameters, grads, state, lr=torch.tensor([0.05]))
+        parameters, state = updates.update(parameters, grads, state, lr=torch.tensor([0.05]))
         all_steps.append(parameters)
     return all_steps, state
 
@@ -31,8 +32,8 @@ def test_it_is_torchs_average_of_the_parameters_that_training_has_without_it(opt
     """In float64, with the decay of each update; 60 steps reach the constant decay after (1 + n) / (10 + n) is it."""
     plain = composed("model=tiny", f"optim={optim}")
     averaged = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, ema=DECAY))
-    expected, _ = trained(optimizer_of(plain), num_steps=NUM_STEPS)
-    found, state = trained(optimizer_of(averaged), num_steps=NUM_STEPS)
+    expected, _ = trained(plain, num_steps=NUM_STEPS)
+    found, state = trained(averaged, num_steps=NUM_STEPS)
     (name,) = found[-1]
     assert torch.equal(found[-1][name], expected[-1][name]), "training itself is unchanged"
     average = expected[0][name].double()
@@ -45,9 +46,9 @@ def test_it_is_torchs_average_of_the_parameters_that_training_has_without_it(opt
 
 
 def test_zero_state_is_a_copy_of_the_parameters() -> None:
-    optimizer = AveragedOptimizer(optimizer_of(composed("model=tiny")), decay=0.999)
     parameters = {"w": torch.randn(3, 4)}
-    averages = Averages(parameters, optimizer.init(parameters))
+    updates = configured(composed("model=tiny", "optim.ema=0.999"))(parameters)
+    averages = Averages(parameters, updates.init(parameters))
     assert torch.equal(averages["w"], parameters["w"])
     assert set(averages.held) == {"w", f"w/{LAG}"}
 

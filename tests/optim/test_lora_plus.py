@@ -7,14 +7,11 @@ import torch
 
 from tests.config.composing import composed
 from tests.models.test_lora_peft import LR, overrides, peft_loss, peft_name, randomise_b
-from tests.training.tiny import Run, plain_config, random_batch
+from tests.training.tiny import Run, configured, plain_config, plain_updates, random_batch
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
 from tpu_experiments.config.schema import Config
-from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.optim.build import optimizer_of
-from tpu_experiments.optim.lora_plus import LoraPlus
 from tpu_experiments.runtime.eager import EagerRuntime
 
 RATIO, WEIGHT_DECAY = 16.0, 0.1
@@ -39,7 +36,7 @@ def test_ten_steps_agree_with_peft(make_config, optim, of_torch, settings, dora)
     weight_decay = 0.0 if dora else WEIGHT_DECAY
     more = (f"optim={optim}", f"optim.b_lr_ratio={RATIO}", f"optim.weight_decay={weight_decay}", f"lora.dora={dora}")
     config = make_config(*overrides("qwen05b", *more))
-    run = Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(config.hw), updates=configured(config))
     torch.manual_seed(config.seed)
     base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
     lora = LoraConfig(
@@ -80,24 +77,15 @@ def test_ten_steps_agree_with_peft(make_config, optim, of_torch, settings, dora)
 
 
 def test_b_alone_is_scaled_step_and_decay() -> None:
-    inner = AdamW(weight_decay=0.5, beta1=0.9, beta2=0.95, eps=1e-8)
     parameters = {f"layers.0:2:1.q_proj.lora_{part}": torch.ones(2, 3, 4) for part in "AB"}
     grads = {name: torch.full_like(p, 0.3) for name, p in parameters.items()}
-    plain, _ = inner.update(parameters, grads, inner.init(parameters), lr=torch.tensor([0.01]))
-    scaled, state = LoraPlus(inner, ratio=4.0).update(
-        parameters, grads, inner.init(parameters), lr=torch.tensor([0.01])
-    )
+    one, four = (plain_updates(parameters, weight_decay=0.5, b_lr_ratio=ratio) for ratio in (1.0, 4.0))
+    plain, _ = one.update(parameters, grads, one.init(parameters), lr=torch.tensor([0.01]))
+    scaled, state = four.update(parameters, grads, four.init(parameters), lr=torch.tensor([0.01]))
     a, b = parameters
     assert torch.equal(scaled[a], plain[a])
     torch.testing.assert_close(scaled[b] - 1, 4 * (plain[b] - 1))
     assert state[""]["count"].tolist() == [1.0]
-
-
-@pytest.mark.parametrize("optim", ["adamw", "adamw8bit", "adafactor"])
-def test_at_one_nothing_is_wrapped(optim: str) -> None:
-    plain, scaled = (composed(f"optim={optim}", f"optim.b_lr_ratio={ratio}") for ratio in (1, 2))
-    assert type(optimizer_of(plain)).__name__.lower() == optim
-    assert isinstance(optimizer_of(scaled), LoraPlus)
 
 
 def test_it_is_refused_without_adapters() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.training.tiny import plain_updates
 from tpu_experiments.optim.adafactor import Adafactor
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Optimizer, clip, global_norm
@@ -34,12 +35,13 @@ def gradients() -> list[dict[str, Tensor]]:
     ]
 
 
-def ours(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+def ours(optimizer: Optimizer, *, weight_decay: float) -> list[dict[str, Tensor]]:
     """The parameters after every step; the learning rate changes from step to step as an input."""
-    current, state = parameters(), optimizer.init(parameters())
+    current, updates = parameters(), plain_updates(parameters(), optimizer=optimizer, weight_decay=weight_decay)
+    state = updates.init(current)
     history = []
     for step, grads in enumerate(gradients()):
-        current, state = optimizer.update(current, grads, state, lr=torch.tensor([lr_of(step)]))
+        current, state = updates.update(current, grads, state, lr=torch.tensor([lr_of(step)]))
         history.append(current)
     assert state[""]["count"].tolist() == [NUM_STEPS]
     return history
@@ -78,7 +80,7 @@ def assert_same(mine: list[dict[str, Tensor]], reference: list[dict[str, Tensor]
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw(weight_decay):
-    mine = ours(AdamW(weight_decay=weight_decay, beta1=0.9, beta2=0.95, eps=1e-8))
+    mine = ours(AdamW(beta1=0.9, beta2=0.95, eps=1e-8), weight_decay=weight_decay)
     reference = theirs(lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8), weight_decay=weight_decay)
     assert_same(mine, reference)
 
@@ -87,7 +89,7 @@ def test_adamw(weight_decay):
 @pytest.mark.parametrize("clip_threshold", [1.0, 2.0])
 def test_adafactor(weight_decay, clip_threshold):
     settings = {"beta2_decay": -0.8, "eps1": 1e-30, "eps2": 1e-3}
-    mine = ours(Adafactor(weight_decay=weight_decay, clip_threshold=clip_threshold, **settings))
+    mine = ours(Adafactor(clip_threshold=clip_threshold, **settings), weight_decay=weight_decay)
     reference = theirs(
         lambda groups: torch.optim.Adafactor(
             groups, lr=LR, beta2_decay=-0.8, eps=(1e-30, 1e-3), d=clip_threshold, foreach=False
@@ -98,7 +100,7 @@ def test_adafactor(weight_decay, clip_threshold):
 
 
 def test_adafactor_keeps_one_row_and_one_column_of_a_matrix():
-    state = Adafactor(weight_decay=0.0, beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0).init(parameters())
+    state = Adafactor(beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0).init(parameters())
     shapes = {name: {slot: tuple(t.shape) for slot, t in slots.items()} for name, slots in state.items()}
     assert shapes["matrix"] == {"row": (24, 1), "column": (1, 40)}
     assert shapes["stacked"] == {"row": (2, 5, 1), "column": (2, 1, 7)}
@@ -109,12 +111,12 @@ def test_adafactor_keeps_one_row_and_one_column_of_a_matrix():
 def test_a_parameter_with_zero_gradients_does_not_move(name):
     """As A at the first step, where B is zero."""
     made = {
-        "adamw": AdamW(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8),
-        "adafactor": Adafactor(weight_decay=0.0, beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
+        "adamw": AdamW(beta1=0.9, beta2=0.95, eps=1e-8),
+        "adafactor": Adafactor(beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
     }[name]
     start = parameters()
     zeros = {key: torch.zeros_like(p) for key, p in start.items()}
-    after, _ = made.update(start, zeros, made.init(start), lr=torch.tensor([LR]))
+    after, _ = made.update(start, zeros, made.init(start), lr=torch.tensor([LR]), decay=dict.fromkeys(start, 0.0))
     for key, p in start.items():
         assert torch.equal(after[key], p)
 
@@ -146,18 +148,19 @@ def test_a_stack_is_so_many_parameters(kind):
         AdamW: {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
         Adafactor: {"beta2_decay": -0.8, "eps1": 1e-30, "eps2": 1e-3, "clip_threshold": 1.0},
     }
-    optimizer = kind(weight_decay=0.1, **settings[kind])
+    optimizer = kind(**settings[kind])
     generator = torch.Generator().manual_seed(0)
     names = ["layers.0:3:1.up.weight", "layers.0:3:1.norm.weight"]
     whole = {names[0]: torch.randn(3, 6, 4, generator=generator), names[1]: torch.randn(3, 6, generator=generator)}
     apart = unstacked(whole)
-    whole_state, state = optimizer.init(whole), optimizer.init(apart)
+    of_whole, of_apart = (plain_updates(p, optimizer=optimizer, weight_decay=0.1) for p in (whole, apart))
+    whole_state, state = of_whole.init(whole), of_apart.init(apart)
     for _ in range(3):
         grads = {name: torch.randn(p.shape, generator=generator) for name, p in whole.items()}
         for name in grads:
             grads[name][1] *= 100  # a layer that is unlike the others
-        whole, whole_state = optimizer.update(whole, grads, whole_state, lr=torch.tensor([0.1]))
-        apart, state = optimizer.update(apart, unstacked(grads), state, lr=torch.tensor([0.1]))
+        whole, whole_state = of_whole.update(whole, grads, whole_state, lr=torch.tensor([0.1]))
+        apart, state = of_apart.update(apart, unstacked(grads), state, lr=torch.tensor([0.1]))
     for name, value in unstacked(whole).items():
         torch.testing.assert_close(value, apart[name])
     slots = {f"{name}/{slot}": t for name, values in whole_state.items() for slot, t in values.items()}

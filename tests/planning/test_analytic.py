@@ -12,7 +12,7 @@ from tests.planning.commands import plan_fields, run_plan
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.overlay import with_overlay
-from tpu_experiments.metrics.flops import trained_flops
+from tpu_experiments.objectives.base import trained_flops
 from tpu_experiments.planning.analytic import estimated_memory
 
 pytestmark = pytest.mark.usefixtures("root_logger")

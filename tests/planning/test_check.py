@@ -96,13 +96,15 @@ def test_what_depends_on_rows_is_not_said_before_they_are_known(
     assert "formulas put the step" in caplog.text
 
 
-def test_only_the_state_of_known_optimizers_is_certain(tmp_path: Path) -> None:
+def test_the_state_under_a_trainer_of_ones_own_is_not_certain(tmp_path: Path) -> None:
     full = ("model=qwen05b", "data=uk_law", "hw=v5e1", "lora=none", "hw.chip.program_hbm_gib=5")
     full += ("trainer.seq_len=128", "trainer.global_batch_rows=16")
     config = composed(*full, f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"trained weights 1\.84, optimizer state 3\.68, gradients 0\.92 are 6\.44"):
         check_memory(config)
-    foreign = replace(config, optim=replace(config.optim, _target_="mine.Plain", clip_norm=None))
+    foreign = replace(config, trainer=replace(config.trainer, _target_="mine.Trainer"))
+    missing = replace(config, optim=replace(config.optim, _target_="mine.Plain"))
+    assert finding(missing) is None, "what is wrong is said later, in a sentence"
     found = finding(foreign)
     assert found is not None
     assert found.certainty == "estimated"

@@ -45,7 +45,6 @@ def test_pallas_kernels_are_named_and_measured() -> None:
     assert kernel.name == "_flash_attention_impl"
     assert kernel.count == 3
     assert kernel.operand_shapes == ("bf16[2,4,1024,128]",) * 3
-    assert kernel.output_shapes[0] == "bf16[2,4,1024,128]"
     assert kernel.num_bytes == 4 * 2 * 4 * 1024 * 128 * 2
     # two products of 1024 x 1024 x 128 for 2 x 4 heads, not halved by the causal mask, and the softmax
     assert 0 < (kernel.flops or 0) - 4 * 2 * 4 * 1024 * 1024 * 128 < 0.01 * 4 * 2 * 4 * 1024 * 1024 * 128

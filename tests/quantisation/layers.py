@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def correlated_layer(size: int) -> tuple[Tensor, Tensor]:
-    """A normal weight (size, size), as that of the table in shared/reference/seeds.md, and a Hessian of its inputs."""
+    """A normal weight (size, size), and a Hessian of its inputs."""
     torch.manual_seed(0)
     weight = torch.randn(size, size)
     mix = torch.randn(size, size) / size**0.5 * 0.7 + torch.eye(size) * 0.5

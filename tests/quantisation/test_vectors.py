@@ -33,7 +33,7 @@ def test_feedback_lowers_what_the_layers_outputs_lose(layer, how):
 
 @pytest.mark.slow
 def test_errors_are_those_that_were_published():
-    """896 x 896, v=4, k=256: 0.097, and with feedback 0.063 on another Hessian (shared/reference/seeds.md, 4.8)."""
+    """896 x 896, v=4, k=256: 0.097, and with feedback 0.063 on another Hessian."""
     weight, hessian = correlated_layer(896)
     without = proxy_error(weight, encoded(weight, hessian.diag().diag(), Vectors(), seed=0).decode(), hessian)
     assert without == pytest.approx(0.0966, abs=0.001)

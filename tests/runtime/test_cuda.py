@@ -5,6 +5,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.test_quantised import FORMATS, weight
-from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.checkpoint.state import zero_state
+from tests.training.tiny import ARCHITECTURES, Run, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.adapters.quantised import Format, frozen_product
@@ -22,7 +22,6 @@ from tpu_experiments.models.parts.float32_gradients import product
 from tpu_experiments.optim.adafactor import Adafactor
 from tpu_experiments.optim.adamw8bit import AdamW8bit
 from tpu_experiments.optim.base import Optimizer
-from tpu_experiments.optim.loss_scale import LossScaled
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_cuda
 from tpu_experiments.runtime.kernels.integers import int8_product
@@ -35,8 +34,8 @@ pytestmark = [
 STEPS = 6
 GRAPHS = ("hw.cuda_graphs=true", "hw.cuda_graphs=false")
 OPTIMIZERS = (
-    AdamW8bit(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8),
-    Adafactor(weight_decay=0.01, beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
+    AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-8),
+    Adafactor(beta2_decay=-0.8, eps1=1e-30, eps2=1e-3, clip_threshold=1.0),
 )
 
 
@@ -56,11 +55,9 @@ def on_gpu(make_config: Callable[..., Config]) -> Callable[..., Run]:
         config = make_config(
             "hw=gpu", "model.size=tiny", "model.dtype=float32", "lora=all_linear_r8", "lora.dropout=0.1", *words
         )
-        run = Run(config, make_runtime(config), optimizer=optimizer)
-        if config.model.dtype == "float16":
-            run.step.optimizer = LossScaled(run.step.optimizer)
-            run.state = zero_state(run.step.optimizer, run.parameters, zeros=run.runtime.zeros)
-        return run
+        is_scaled = config.model.dtype == "float16"
+        updates = partial(plain_updates, optimizer=optimizer, is_scaled=is_scaled)
+        return Run(config, make_runtime(config), updates=updates)
 
     return made
 

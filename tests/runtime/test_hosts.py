@@ -182,12 +182,10 @@ def test_a_host_must_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _place(HwConfig(num_hosts=4)) == Place(3, "10.0.0.1", 29500)
 
 
-@pytest.mark.parametrize("runtime", ["xla", "torchtpu"])
-def test_workers_of_gke_are_in_variables(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "true")
+def test_workers_of_gke_are_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_WORKER_ID", "2")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "job-0.pods,job-1.pods,job-2.pods,job-3.pods")
-    assert _place(HwConfig(num_hosts=4, device="tpu", runtime=runtime)) == Place(2, "job-0.pods")
+    assert _place(HwConfig(num_hosts=4, device="tpu")) == Place(2, "job-0.pods")
 
 
 @pytest.fixture
@@ -207,25 +205,18 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    from torch_xla._internal import tpu
-
-    root = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(tpu, "_GCE_METADATA_ROOT_URL", root)
-    monkeypatch.setattr(hosts, "METADATA", f"{root}/instance/attributes")
-    for name in ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hosts, "METADATA", f"http://127.0.0.1:{server.server_port}/instance/attributes")
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
     yield attributes
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-@pytest.mark.parametrize("runtime", ["xla", "torchtpu"])
-def test_workers_of_a_vm_are_in_its_metadata(runtime: str, metadata: dict[str, str]) -> None:
-    hw = HwConfig(num_hosts=4, device="tpu", runtime=runtime)
+def test_workers_of_a_vm_are_in_its_metadata(metadata: dict[str, str]) -> None:
+    hw = HwConfig(num_hosts=4, device="tpu")
     with pytest.raises(ConfigError, match=r"the rank of this host is unknown \(404 Client Error"):
         _place(hw)
-    metadata["tpu-env"] = "ACCELERATOR_TYPE: 'v6e-16'\nWORKER_ID: '3'\n"
     metadata["agent-worker-number"] = "3"
     metadata["worker-network-endpoints"] = ",".join(f"unknown:unknown:10.164.0.{n}" for n in (7, 5, 9, 6))
     assert _place(hw) == Place(3, "10.164.0.7")

@@ -1,7 +1,5 @@
 """The sharding table: first match wins, every rule does something, nothing large stays whole by oversight."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -9,9 +7,8 @@ from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.config.model_schema import ShardingConfig
-from tpu_experiments.config.targets import locate
 from tpu_experiments.optim.adamw8bit import AdamW8bit
-from tpu_experiments.optim.build import OF_WRAPPERS
+from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 
 FOUR = Mesh(fsdp=4)
@@ -53,9 +50,7 @@ def test_a_bar_separates_alternatives(name):
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("name", ["layers.0.q_proj.weight", "model.layers.0:2:1.q_proj.weight", "norm.weight"])
 def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, name):
-    settings = asdict(make_config(f"optim={optimizer}").optim)
-    make = locate(settings.pop("_target_"), key="optim")
-    slots = make(**{key: value for key, value in settings.items() if key not in OF_WRAPPERS})
+    slots = optimizer_of(make_config(f"optim={optimizer}"))
     shape = {"l": (8, 16), "m": (2, 8, 16), "n": (16,)}[name[0]]
     sharding = table({"*q_proj.weight": ["fsdp", None], "*": ["fsdp"]})
     state = slots.init({name: torch.empty(shape, device="meta")})
@@ -77,7 +72,7 @@ def test_optimizer_state_is_sharded_like_its_parameter(make_config, optimizer, n
 )
 def test_scales_of_8_bit_moments_are_split_where_blocks_are(shape, wanted):
     sharding = table({"*q_proj.weight": [None, "fsdp"]})
-    moments = AdamW8bit(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    moments = AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-8)
     for name, layers in (("layers.0.q_proj.weight", ()), ("model.layers.0:2:1.q_proj.weight", (2,))):
         slots = moments.init({name: torch.empty(*layers, *shape, device="meta")})[name]
         leading = (None,) * len(layers)

@@ -35,8 +35,8 @@ if find_spec("torch_tpu") is None:
 import jax
 
 from tpu_experiments.runtime.base import UnexpectedProgram
+from tpu_experiments.runtime.host_copies import host_copy, on_host
 from tpu_experiments.runtime.lowered import Argument, Lowered
-from tpu_experiments.runtime.ops import host_copy, on_host
 from tpu_experiments.runtime.tpu import planned
 from tpu_experiments.runtime.tpu.buffers import BUFFERS, Buffers, array_of
 from tpu_experiments.runtime.tpu.compiling import Layout, _compiled

@@ -72,7 +72,8 @@ def test_files_are_written_whole_with_the_command_of_the_best(tmp_path: Path) ->
     page = (tmp_path / "leaderboard.md").read_text()
     assert "Best: lora.r=32, held-out loss 3.0000\nIts model: out/adapter\n" in page
     assert "\n    python run.py seed=1 lora.r=32 name=s_best\n" in page
-    assert f"\n    python run.py task=report 'task.runs=[{tmp_path}]' name=s\n" in page
+    place = f"output_dir={tmp_path.parent.parent}"
+    assert f"\n    python run.py task=report 'task.runs=[{tmp_path}]' name=s {place}\n" in page
     table = list(csv.DictReader(io.StringIO((tmp_path / "leaderboard.csv").read_text())))
     assert [line["lora.r"] for line in table] == ["32", "8", "128", "64", "16", "4"]
     assert table[1]["tokens_per_second"] == "1234.5"

@@ -25,7 +25,7 @@ FORMS = {"merged": "f32", "int8": "f32", "nf4": "f32", "gguf": "q8_0"}
 MISSED = {"gguf": ["two rows swapped"]}
 """llama.cpp rounds the inputs of q8_0's products to 8 bits, which is more than two rows of 384 come to."""
 REAL = "TPU_EXPERIMENTS_REAL_RUN"
-"""Variable with the folder of a run of a real model, for the slow test; tests/benchmarks/README.md has its figures."""
+"""Variable with the folder of a run of a real model, for the slow test; tests/benchmarks/RESULTS.md has its figures."""
 
 
 def judged(proof, subject, folder, *, names):
@@ -40,11 +40,11 @@ def judged(proof, subject, folder, *, names):
     return found
 
 
-def tiny_subject(make_config, folder, *, form, scale):
+def tiny_subject(make_config, folder, *, form, scale, dora=False):
     """The shipped model in bfloat16 with an adapter of random numbers on every layer."""
     torch.manual_seed(0)
     model = replace(make_config("model=tiny", "model.attention=sdpa").model, dtype="bfloat16")
-    lora = LoraConfig(r=4, alpha=8.0, targets=["all-linear"])
+    lora = LoraConfig(r=4, alpha=8.0, targets=["all-linear"], dora=dora)
     module, _ = describe(HuggingFaceModel(model, seed=0), lora=lora)
     trained = {n: torch.randn(p.shape) * scale for n, p in module.named_parameters() if "lora_" in n}
     parity = ParityConfig(prompts=0)
@@ -73,6 +73,17 @@ def test_an_adapter_smaller_than_the_rounding_still_has_a_sound_merge(make_confi
         found = judged(proof, subject, tmp_path / "written", names=(SOUND, "the base", "a layer not merged"))
     assert found[SOUND].beyond_rounding < 0.05 * found[SOUND].rounding
     assert [parity.verdict for parity in found.values()] == ["ok", "worse", "worse"]
+
+
+def test_the_yardstick_of_dora_is_that_of_its_merged_weights(make_config, tmp_path, monkeypatch):
+    """The rounding's error stands beside the adapted weight: in the base's it would move DoRA's norm."""
+    subject = tiny_subject(make_config, tmp_path, form="merged", scale=0.2, dora=True)
+    documents = torch.randint(5, 4000, (2, 48), generator=torch.Generator().manual_seed(1)).tolist()
+    monkeypatch.setattr(proofs, "texts_of", lambda *_: Texts(documents, ["un rând"], [], "tokens at random"))
+    with Proof(subject, subject.config) as proof:
+        found = judged(proof, subject, tmp_path / "written", names=(SOUND,))
+    assert found[SOUND].verdict == "ok", found[SOUND].reason
+    assert found[SOUND].beyond_rounding < 0.05 * found[SOUND].rounding
 
 
 @pytest.mark.slow

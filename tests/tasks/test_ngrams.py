@@ -10,7 +10,7 @@ from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.data.steps.pack import FlatTokens
 from tpu_experiments.metrics.held_out import ALL, Resampling, beside_counts, compared_measures
-from tpu_experiments.objectives.masked import Vocabulary
+from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.tasks.evaluate import ngrams
 from tpu_experiments.tasks.evaluate.ngrams import counted
 

@@ -12,7 +12,8 @@ from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.steps.pack import FlatTokens
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.metrics.held_out import Resampling, compared_measures, pseudo_perplexity
-from tpu_experiments.objectives.masked import Masked, Vocabulary
+from tpu_experiments.objectives.masked import Masked
+from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.tasks.evaluate.inputs import check_pseudo_perplexity
 from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo_sums, rows_of_copies

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from tests.config.composing import composed
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.config.schema import Config
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.stacked import unstacked
 
 NUM_STEPS = 20
@@ -30,18 +29,18 @@ def main(*words: str) -> None:
     is_beside = len(overrides) < len(words)
     config = composed(*overrides, "model.size=tiny", "model.dtype=float32", "hw.parallel=spmd")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.hw.num_devices)}
-    from tpu_experiments.models.adapters import lora, padded
+    from tpu_experiments.models.adapters import padded
     from tpu_experiments.models.sources import build
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     if is_beside:
-        lora.MIN_FEATURES, lora.PADDING, build.PADDING, padded.PADDING = 1, 32, 32, 32
+        padded.MIN_FEATURES, build.PADDING, padded.PADDING = 1, 32, 32
     rows = config.hw.num_devices
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
-    run = Run(config, runtime, optimizer=optimizer_of(config))
-    if is_beside and not lora.padded_adapters(run.model.module):
+    run = Run(config, runtime, updates=configured(config))
+    if is_beside and not padded.padded_adapters(run.model.module):
         raise RuntimeError("no weight is padded")
     losses = torch.tensor(run.losses(batches))
     misplaced = [*elsewhere(run.parameters, runtime=runtime), *elsewhere(states(run), runtime=runtime)]
@@ -90,7 +89,7 @@ def on_one_device(config: Config, batches: list[dict[str, torch.Tensor]]) -> tup
     from tpu_experiments.runtime.eager import EagerRuntime
 
     hw = HwConfig(name="cpu", device="cpu", runtime="eager", parallel="inline", num_devices=1)
-    run = Run(config, EagerRuntime(hw), optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(hw), updates=configured(config))
     return torch.tensor(run.losses(batches)), run.parameters
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from tests.tiers import only
 from tests.training.runs import run
 from tests.training.test_guard import progress
 from tests.training.test_window import pending
-from tests.training.tiny import ARCHITECTURES, Run, random_batch
-from tpu_experiments.checkpoint.state import flat, read_state, zero_state
+from tests.training.tiny import ARCHITECTURES, Run, plain_updates, random_batch
+from tpu_experiments.checkpoint.state import flat, read_state
 from tpu_experiments.config.schema import GuardConfig
 from tpu_experiments.models.passes.loss import chunked_row_losses
 from tpu_experiments.optim.base import State
-from tpu_experiments.optim.loss_scale import FIRST, GOOD, GROWTH_STEPS, LEAST, SCALE, LossScaled, adapted, scale_of
+from tpu_experiments.optim.loss_scale import FIRST, GOOD, GROWTH_STEPS, LEAST, SCALE, adapted, scale_of
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import python_loop
 from tpu_experiments.training.guard import Guard
@@ -30,11 +31,7 @@ TINY = ("model.size=tiny", "lora=all_linear_r8", "hw.runtime=eager")
 def make_run(make_config):
     def make(model: str, dtype: str, *overrides: str) -> Run:
         config = make_config(f"model={model}", *TINY, f"model.dtype={dtype}", *overrides)
-        run = Run(config, EagerRuntime(config.hw))
-        if dtype == "float16":
-            run.step.optimizer = LossScaled(run.step.optimizer)
-            run.state = zero_state(run.step.optimizer, run.parameters, zeros=run.runtime.zeros)
-        return run
+        return Run(config, EagerRuntime(config.hw), updates=partial(plain_updates, is_scaled=dtype == "float16"))
 
     return make
 

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 
+from tests.checkpoint.saved import save_checkpoint
 from tests.training.runs import finished, records, run
+from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length
 from tpu_experiments.storage.run_folder import open_run
-from tpu_experiments.tasks.setup import set_up
+from tpu_experiments.tasks.setup import make_inputs, set_up
+from tpu_experiments.training.length import new_length
 
 pytestmark = pytest.mark.xla
 SMALL = (
@@ -86,6 +90,29 @@ def test_what_depends_on_the_length_is_refused_with_the_way_on(refusal, tmp_path
     assert "(the stage after text has begun)" in refusal(*SMALL, "name=run", *earlier)
     assert "lora.r=8, now 4" in refusal(*SMALL, "name=run", LONGER, "lora.r=4")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ({"ended_by": "loss 2 is at most 3"}, "loss 2 is at most 3"),
+        ({"restored_step": 4}, "it ended with step 4, its best"),
+        ({"ended_by": "patience is over", "restored_step": 4}, "patience is over"),
+    ],
+)
+def test_a_run_that_did_not_end_with_its_last_step_is_refused(make_config, tmp_path, end, reason):
+    words = (*SMALL, "schedule=constant", "name=run", f"output_dir={tmp_path}")
+    config = make_config(*words)
+    folder = open_run(config)
+    folder.create(config)
+    stages = [StageRecord("text", steps=2), StageRecord("chat", steps=3, **end)]
+    progress = Progress(stage=2, step=5, stages=stages).to_dict()
+    groups = {"parameters": {"a": torch.zeros(1)}}
+    save_checkpoint(folder.path("checkpoints"), step=5, groups=groups, progress=progress, keep_last=9)
+    config = make_config(*words, LONGER)
+    with pytest.raises(ConfigError) as caught:
+        new_length(folder, make_inputs(config), config)
+    assert f"(stage chat did not end with its last step: {reason})" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -43,6 +43,11 @@ def test_a_row_keeps_its_word_in_every_process_and_micro_batch(make_config, worl
     assert torch.cat([share["noise"].flatten() for share in shares]).tolist() == whole.noise_G.tolist()
 
 
+@pytest.mark.parametrize("smallest", ["lora.r=1", "lora.dropout=0.001"])
+def test_the_smallest_adapter_and_dropout_have_words(make_config, smallest):
+    assert has_noise(make_config("lora.dropout=0.1", smallest), nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize("off", ["lora.dropout=0", "lora=none"])
 def test_without_dropout_there_are_none(make_config, off):
     overrides = ("lora.dropout=0.1",) if off == "lora=none" else ()

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from tests.models.test_lora_peft import peft_loss, peft_name
-from tests.training.tiny import ARCHITECTURES, built, plain_config, random_batch
+from tests.training.tiny import ARCHITECTURES, built, plain_config, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.adapters.lora import scale_of
-from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each
+from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each, split_over
 from tpu_experiments.models.parts.dropout import NOISE, threshold_of
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
-from tpu_experiments.objectives.next_token import next_token_loss
-from tpu_experiments.optim.adamw import AdamW
+from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.training.pack import PackedStep, require_packable
 from tpu_experiments.training.step import ACTIVE, TrainStep
@@ -32,7 +31,7 @@ POINTS = [
 class Alone:
     """A step of one adapter, its parameters and state, and its own batches."""
 
-    def __init__(self, config, runtime, point, module=None):
+    def __init__(self, config, runtime, point, *, scales_loss=False):
         r, alpha, dropout, self.lr, self.seed, clip_norm = point
         self.lora = replace(config.lora, r=r, alpha=float(alpha), dropout=dropout)
         self.runtime = runtime
@@ -42,14 +41,16 @@ class Alone:
         model.module.train()
         self.parameters = {name: tensor.clone() for name, tensor in model.trainable.items()}
         self.model, self.module = model, model.module
-        optimizer = AdamW(weight_decay=0.01 * self.seed, beta1=0.9, beta2=0.95, eps=1e-8)
-        self.state = optimizer.init(self.parameters)
+        updates = plain_updates(
+            self.parameters, weight_decay=0.01 * self.seed, clip_norm=clip_norm, is_scaled=scales_loss
+        )
+        self.state = updates.init(self.parameters)
         self.step = TrainStep(
             model.module,
-            optimizer=optimizer,
-            clip_norm=clip_norm,
+            updates=updates,
             sum_over_processes=list,
             row_loss=next_token_loss,
+            count=count_next_tokens,
             loop=runtime.loop,
             constrain=runtime.constrain,
         )
@@ -67,13 +68,13 @@ class Alone:
         return found
 
 
-def packed_runs(config, runtime, points=POINTS):
+def packed_runs(config, runtime, points=POINTS, *, scales_loss=False):
     """The runs, and their packed step over a common module."""
-    runs = [Alone(config, runtime, point) for point in points]
+    runs = [Alone(config, runtime, point, scales_loss=scales_loss) for point in points]
     rank, dropout = max(point[0] for point in points), max(point[2] for point in points)
     common = replace(config.lora, r=rank, alpha=float(rank), dropout=dropout)
     module = build_model(
-        model_source(config), lora=common, seed=0, place=runtime.place, folding=runtime.folding
+        model_source(config), lora=common, seed=0, place=runtime.place, folding=runtime.folding, is_packed=True
     ).module.train()
     return runs, PackedStep(module, [run.step for run in runs])
 
@@ -121,11 +122,21 @@ def test_each_trains_as_alone(tiny):
     compare_with_alone(*tiny("mistral7b"), steps=6)
 
 
-def compare_with_alone(config, runtime, *, steps):
-    runs, step = packed_runs(config, runtime)
+def test_each_has_the_loss_scale_that_it_has_alone(tiny):
+    """As in float16; in float32 a scale by a power of two changes no digit."""
+    compare_with_alone(*tiny("qwen05b"), steps=3, scales_loss=True)
+
+
+def test_the_only_one_that_was_built_trains_as_alone(tiny):
+    """The others of its pack may have ended before, by errors of their own."""
+    compare_with_alone(*tiny("qwen05b"), steps=2, points=POINTS[:1])
+
+
+def compare_with_alone(config, runtime, *, steps, points=POINTS, scales_loss=False):
+    runs, step = packed_runs(config, runtime, points, scales_loss=scales_loss)
     losses = advance(runs, step, steps=steps)
-    for run, own, point in zip(runs, losses, POINTS, strict=True):
-        alone = Alone(config, runtime, point)
+    for run, own, point in zip(runs, losses, points, strict=True):
+        alone = Alone(config, runtime, point, scales_loss=scales_loss)
         start = {name: tensor.clone() for name, tensor in alone.parameters.items()}
         expected = alone.losses(steps)
         assert max(abs(a - b) for a, b in zip(own, expected, strict=True)) < 1e-5
@@ -213,7 +224,8 @@ def test_rows_keep_their_device_and_their_order():
     back = rows_of_each(joined[0], num=3, num_shards=2)
     assert all(torch.equal(part, each[0]) for part, each in zip(back, own, strict=True))
     x, weight = torch.randn(12, 5, 7), torch.randn(3, 6, 7)
-    parts = rows_of_each(by_adapter(x, weight, num_shards=2), num=3, num_shards=2)
+    with split_over(2):
+        parts = rows_of_each(by_adapter(x, weight), num=3, num_shards=2)
     for k, part in enumerate(rows_of_each(x, num=3, num_shards=2)):
         torch.testing.assert_close(parts[k], part @ weight[k].T)
 

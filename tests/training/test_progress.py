@@ -67,6 +67,17 @@ def test_places_where_a_run_can_be(place):
     Progress.from_dict(written(place)).require_stages(STAGES)
 
 
+def test_the_steps_of_a_range_are_left_out_of_the_stage_they_are_in():
+    """Steps of a range are counted from 1 over the run, those of a stage from 0; what is done is not left out again."""
+    progress = inside()
+    progress.guard.passed_over = [[3, 4], [7, 8], [10, 11], [12, 20]]
+    assert progress.skipped_steps(4) == {3}
+    progress.stage, progress.stage_step, progress.step = 0, 2, 2
+    assert progress.skipped_steps(6) == {2, 3}
+    progress.guard.passed_over = []
+    assert progress.skipped_steps(6) == set()
+
+
 def test_a_loss_that_is_no_number_comes_back_as_none():
     """Strict JSON has null for it (a diverged run's evaluation)."""
     progress = inside()

@@ -133,13 +133,13 @@ from tpu_experiments.training.trainer import Trainer
 
 
 class Still(AdamW):
-    def update(self, parameters, grads, state, *, lr):
+    def update(self, parameters, grads, state, *, lr, decay):
         return dict(parameters), state
 
 
 class Frozen(Trainer):
     def build_optimizer(self):
-        return Still(weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+        return Still(beta1=0.9, beta2=0.95, eps=1e-8)
 """
 
 

@@ -1,12 +1,13 @@
 """The step itself: accumulation, weighting, clipping, one program, nothing read on the host."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from tests.tiers import only
-from tests.training.tiny import ARCHITECTURES, Run, random_batch
+from tests.training.tiny import ARCHITECTURES, Run, plain_updates, random_batch
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.xla.replay import NUM_FIRST
 
@@ -72,11 +73,11 @@ def test_a_batch_of_padding_only_moves_nothing_but_decay(make_run):
 
 
 def test_clipping_bounds_the_gradient_after_the_reduction(make_run):
-    run = make_run(clip_norm=None)
+    run = make_run(updates=partial(plain_updates, clip_norm=None))
     _, _, output = run.step(run.parameters, run.state, random_batch(0))
     norm = float(output.grad_norm)
-    clipped = make_run(clip_norm=norm / 10)
-    free = make_run(clip_norm=None)
+    clipped = make_run(updates=partial(plain_updates, clip_norm=norm / 10))
+    free = make_run(updates=partial(plain_updates, clip_norm=None))
     results = [r.step(r.parameters, r.state, random_batch(0))[1] for r in (clipped, free)]
     for name in run.parameters:
         torch.testing.assert_close(results[0][name]["first"] * 10, results[1][name]["first"], rtol=1e-4, atol=1e-9)

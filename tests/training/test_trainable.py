@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.checkpoint.state import flat
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.stacked import is_stack, unstacked
 from tpu_experiments.training.step import TRAINS, masks_by_parameter, require_trainable_patterns, trainable_mask
@@ -30,11 +29,11 @@ def stages(make_config, patterns):
 def make_run(make_config, runtime, *more):
     config = make_config(*TINY, f"hw.runtime={runtime}", *more)
     if runtime == "eager":
-        return Run(config, EagerRuntime(config.hw), optimizer=optimizer_of(config))
+        return Run(config, EagerRuntime(config.hw), updates=configured(config))
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     device = XlaRuntime(config.hw, sharding=config.sharding, trace_every=50)
-    return Run(config, device, optimizer=optimizer_of(config))
+    return Run(config, device, updates=configured(config))
 
 
 def host(tensors):

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.runs import REPOSITORY, finished
-from tests.training.tiny import Run
+from tests.training.tiny import Run, configured
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.optim.base import own_ndim
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.runtime.eager import EagerRuntime
 
@@ -57,7 +56,7 @@ def test_every_step_has_the_loss_of_the_trainer(make_config, tmp_path: Path, num
         "hw=cpu",
         "hw.runtime=eager",
     )
-    run = Run(config, EagerRuntime(config.hw), clip_norm=CLIP, optimizer=optimizer_of(config))
+    run = Run(config, EagerRuntime(config.hw), updates=configured(config))
     decaying = sorted(name for name, p in run.parameters.items() if own_ndim(name, p) > 1)
     rows = rows_of(num_steps)
     (tmp_path / "rows.json").write_text(json.dumps(rows.flatten(0, 1).tolist()))

@@ -1,7 +1,7 @@
 """A tiny model, its step and random batches, for tests that compare numbers."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.checkpoint.state import flat
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, OptimConfig
 from tpu_experiments.models.adapters.padded import with_adapters
 from tpu_experiments.models.parts.dropout import NOISE
 from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.optim.adamw import AdamW
-from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.optim.facts import facts_of
+from tpu_experiments.optim.updates import Updates, updates_of
 from tpu_experiments.training.step import Count, RowLoss, TrainStep, commit
 
 ARCHITECTURES = ("mistral7b", "gemma3_270m", "qwen05b")
@@ -62,6 +64,25 @@ def random_batch(
     return tensors | {"lr": torch.tensor([lr])}
 
 
+def plain_updates(
+    parameters: Named,
+    *,
+    optimizer: Optimizer | None = None,
+    weight_decay: float = 0.01,
+    clip_norm: float | None = 1.0,
+    is_scaled: bool = False,
+    **settings: Any,
+) -> Updates:
+    """Updates by an optimizer itself, AdamW by default, of one group of parameters."""
+    facts = facts_of(OptimConfig(clip_norm=clip_norm, **settings), parameters)
+    return Updates(optimizer or AdamW(beta1=0.9, beta2=0.95, eps=1e-8), facts, weight_decay, is_scaled=is_scaled)
+
+
+def configured(config: Config) -> Callable[[Named], Updates]:
+    """The updates that a run of this config makes."""
+    return lambda parameters: updates_of(config, parameters)
+
+
 class Run:
     """A model, an optimizer state and the step, driven batch by batch on one runtime."""
 
@@ -70,22 +91,20 @@ class Run:
         config: Config,
         runtime: Any,
         *,
-        clip_norm: float | None = 1.0,
         row_loss: RowLoss = next_token_loss,
-        optimizer: Optimizer | None = None,
+        updates: Callable[[Named], Updates] = plain_updates,
         count: Count = count_next_tokens,
     ) -> None:
         self.runtime, self.model = runtime, built(config, runtime)
-        optimizer = optimizer or AdamW(weight_decay=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
         self.parameters: dict[str, Tensor] = self.model.trainable
+        own = updates(self.parameters)
         self.state: State = {
             name: {slot: runtime.place(t, name=f"{name}/{slot}") for slot, t in slots.items()}
-            for name, slots in optimizer.init({n: p.cpu() for n, p in self.parameters.items()}).items()
+            for name, slots in own.init({n: p.cpu() for n, p in self.parameters.items()}).items()
         }
         self.step = TrainStep(
             self.model.module,
-            optimizer=optimizer,
-            clip_norm=clip_norm,
+            updates=own,
             sum_over_processes=runtime.sum_over_processes,
             row_loss=row_loss,
             count=count,

@@ -21,11 +21,13 @@ from tpu_experiments.checkpoint.reading import Groups, boxes_in, without_values
 from tpu_experiments.checkpoint.store import read_latest
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.models.sources.build import return_freed_memory
-from tpu_experiments.optim.base import Optimizer, State
+from tpu_experiments.optim.base import State
 from tpu_experiments.optim.ema import LAG
+from tpu_experiments.optim.updates import Updates
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.boxes import Box
-from tpu_experiments.runtime.ops import PlaceTensor, host_copy
+from tpu_experiments.runtime.host_copies import host_copy
+from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import described, file_name, require_finite, shards
@@ -121,12 +123,12 @@ class Snapshot:
             del copies  # free before the next copy is made
 
 
-def zero_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
+def zero_state(updates: Updates, parameters: Mapping[str, Tensor], *, zeros: Callable[..., Tensor]) -> State:
     """Return initial optimizer state, each slot created by `zeros(shape, name=, dtype=)`."""
     shapes = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
     return {
         name: {slot: zeros(t.shape, name=f"{name}/{slot}", dtype=t.dtype) for slot, t in slots.items()}
-        for name, slots in optimizer.init(shapes).items()
+        for name, slots in updates.init(shapes).items()
     }
 
 

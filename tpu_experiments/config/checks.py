@@ -18,12 +18,7 @@ from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.schema import (
-    ClassifyConfig,
     Config,
-    MaskedConfig,
-    MaskedDiffusionConfig,
-    NextTokenConfig,
-    ReplacedTokenConfig,
 )
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
@@ -43,7 +38,6 @@ from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
-ENCODER_OBJECTIVES = tuple(kind._target_ for kind in (MaskedConfig, ReplacedTokenConfig, ClassifyConfig))
 OF_TASKS = (planning_problems, doctoring_problems, exporting_problems, tokenizer_problems)
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")
 
@@ -387,7 +381,7 @@ def _linear(config: Config) -> list[str]:
             f"model.linear={model.linear} with lora.r={config.lora.r}; all weights are trained, and an adapter would "
             "not be ternary; use lora=none."
         )
-    if config.objective._target_ in ENCODER_OBJECTIVES:
+    if config.objective.trains_encoders:
         problems.append(
             f"model.linear={model.linear} with objective={config.objective.name}; transformers' BitNet is a decoder; "
             "use objective=next_token."
@@ -423,7 +417,7 @@ def _rounded(config: Config) -> list[str]:
         ),
         f"lora.dropout={lora.dropout:g}": (lora.dropout > 0, "adapters have no input that could be dropped", "0"),
         f"objective={config.objective.name}": (
-            config.objective._target_ != NextTokenConfig._target_,
+            not config.objective.takes_rounded_weights,
             "it is for decoders that predict the next token",
             "next_token",
         ),
@@ -524,13 +518,7 @@ def _packing(config: Config) -> list[str]:
 
 
 def _objective(config: Config) -> list[str]:
-    objective = config.objective
-    if not isinstance(objective, MaskedDiffusionConfig) or not objective.end_padding or config.prepare.packing == "pad":
-        return []
-    return [
-        f"objective.end_padding=true with prepare.packing={config.prepare.packing}; the padding behind a row's answer "
-        "is learnt where a row holds one document; use prepare.packing=pad prepare.long_documents=truncate."
-    ]
+    return config.objective.problems(config.prepare)
 
 
 def _targets(config: Config) -> list[str]:

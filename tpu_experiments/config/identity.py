@@ -22,14 +22,13 @@ from yaml import YAMLError
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.data_schema import OWN_KEYS, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.objectives import FIRST, OBJECTIVES
+from tpu_experiments.config.objectives.base import ObjectiveConfig, OwnObjectiveConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
 from tpu_experiments.config.schema import (
     Config,
-    NextTokenConfig,
-    ObjectiveConfig,
-    OwnObjectiveConfig,
 )
-from tpu_experiments.config.trust import OBJECTIVES, place_problems, stored_problems
+from tpu_experiments.config.trust import place_problems, stored_problems
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 
 # Keys, or prefixes of keys, that do not change what is computed: batches are global, and a row's position in the data
@@ -91,9 +90,10 @@ ADDED: dict[str, Any] = {
     "optim.scale_lr_ratio": 0.01,
     "optim.no_decay": [],
     "optim.ema": 0.0,
+    "optim.options": {},
     "lora.dora": False,
     "objective.name": "next_token",
-    "objective._target_": NextTokenConfig._target_,
+    "objective._target_": FIRST,
     "objective.z_loss": 0.0,
     "objective.whole_word": False,
 }
@@ -263,7 +263,7 @@ def values_of_run(config: Config, *, text: str, place: str, keys: tuple[str, ...
 
 def _objective_kind(stored: Mapping[str, Any]) -> type[ObjectiveConfig]:
     """Return the schema of a stored objective, by its class."""
-    own = {kind._target_: kind for kind in OBJECTIVES}
+    own = {kind._target_: kind for kind in OBJECTIVES.values()}
     return own.get(stored["_target_"], OwnObjectiveConfig)
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+LABEL = "label"
+"""Array of rows with the labels' numbers, each at the last place of its text (data/steps/labels.py)."""
 SPARE = 6.0
 """Standard deviations of a row's number of masked tokens above its mean for which there are places. A row that draws
 more, once in 10^9, masks the first ones."""

@@ -1,6 +1,6 @@
 """Which runs can share a program with others (training/pack.py)."""
 
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 
 DRAWN_BY_SHAPE = ("b_zero", "a_zero")
 """Values of `lora.init` for which the base stays as it is, and adapters do not depend on its weights."""
@@ -19,8 +19,8 @@ def why_alone(config: Config) -> str | None:
         return f"lora.init={lora.init} depends on the base's weights"
     if config.model.linear != "plain":
         return f"model.linear={config.model.linear} trains more than adapters"
-    if isinstance(config.objective, ClassifyConfig):
-        return "objective=classify trains a head beside the adapter"
+    if config.objective.why_alone is not None:
+        return config.objective.why_alone
     if hw.parallel == "spawn" or hw.num_hosts > 1:
         return f"hw.parallel={hw.parallel} on {hw.num_hosts} hosts trains in several processes"
     return None

@@ -2,7 +2,7 @@
 
 PARALLEL_TOKENS = 512
 """Longest row in the parallel form: the decays of a row of 2,048 in one product take 27 % more time a step than four
-chunks do (planned for v5e-8, tests/benchmarks/README.md)."""
+chunks do (planned for v5e-8, tests/benchmarks/RESULTS.md)."""
 CHUNK_TOKENS = 512
 """Tokens of a chunk of longer rows: few chunks, since each is compiled. Chunks of 64 tokens, which transformers' class
 has, take the compiler 4 to 7 times as long as one (rows of 512 and 1,024 tokens on torch_xla's CPU device)."""

@@ -1,9 +1,12 @@
 """Schema of the configuration: name, type, unit and meaning of every key of a run.
 
-Models, adapters and sharding (model_schema.py), data (data_schema.py), hw, start and task have modules of their own.
-Values are set in conf/*.yaml; `register` puts the schemas into Hydra's ConfigStore. This package never imports torch.
+Models, adapters and sharding (model_schema.py), data (data_schema.py), objectives (objectives/), hw, start and task
+have modules of their own. Values are set in conf/*.yaml; `register` puts the schemas into Hydra's ConfigStore. This
+package never imports torch.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,8 @@ from tpu_experiments.config.data_schema import DataSourceConfig, LoaderConfig, P
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, ShardingConfig
+from tpu_experiments.config.objectives import OBJECTIVES
+from tpu_experiments.config.objectives.base import ObjectiveConfig, OwnObjectiveConfig
 from tpu_experiments.config.places import place
 from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
@@ -263,102 +268,11 @@ class CurriculumConfig:
 
 
 @dataclass
-class ObjectiveConfig:
-    """What the model learns from its rows."""
-
-    name: str = MISSING
-    _target_: str = MISSING
-    """Swap point: class with `count`, `row_loss` and `scores` (tpu_experiments/objectives/base.py)."""
-
-
-@dataclass
-class NextTokenConfig(ObjectiveConfig):
-    """Every token from those before it in its document."""
-
-    _target_: str = "tpu_experiments.objectives.next_token.NextToken"
-    z_loss: float = number(default=0.0, at_least=0)
-    """Factor of log(Z)^2, which is added to the training loss of every token so that logits stay small (PaLM, arXiv
-    2204.02311: 1e-4); 0 adds nothing. Held-out losses are without it."""
-
-
-@dataclass
-class MaskedConfig(ObjectiveConfig):
-    """Masked tokens from the rest of their document, for encoders (BERT, arXiv 1810.04805)."""
-
-    _target_: str = "tpu_experiments.objectives.masked.Masked"
-    mask_rate: float = number(default=0.15, above=0, below=1)
-    """Share of the tokens that are chosen and predicted (BERT 0.15, ModernBERT 0.3); special tokens never are."""
-    replace_mask: float = number(default=0.8, at_least=0, at_most=1)
-    """Share of the chosen tokens that are replaced by the mask token."""
-    replace_random: float = number(default=0.1, at_least=0, at_most=1)
-    """Share of the chosen tokens that are replaced by a random token; the rest stay as they are."""
-    mask_token: str | None = None
-    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
-    contains."""
-    whole_word: bool = False
-    """The tokens of a word are chosen together, by one draw with `mask_rate` (BERT's whole-word masking); what replaces
-    each is drawn by itself. The vocabulary must mark where words begin: by ##, U+2581 or a byte-level blank."""
-
-
-@dataclass
-class ReplacedTokenConfig(ObjectiveConfig):
-    """Replaced tokens detected by one model, drawn by another (ELECTRA, arXiv 2003.10555; DeBERTa-v3, 2111.09543)."""
-
-    _target_: str = "tpu_experiments.objectives.replaced_token.ReplacedToken"
-    mask_rate: float = number(default=0.15, above=0, below=1)
-    """Share of the tokens to be learnt that are masked for the generator, by chance."""
-    mask_token: str | None = None
-    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
-    contains."""
-    rtd_weight: float = number(default=50.0, above=0)
-    """Factor of the discriminator's loss: 50 in the papers, 10 in the script of microsoft/DeBERTa. Since the two models
-    share no gradient and are clipped apart, AdamW's updates depend on it only where gradients are clipped."""
-    temperature: float = number(default=1.0, above=0)
-    """Divides the generator's logits before replacements are drawn."""
-    generator_clip_norm: float | None = number(default=None, above=0)
-    """Largest norm of the generator's gradient; null is `optim.clip_norm`, which the discriminator's gradient has."""
-    generator_rate: float = number(default=1.0, above=0)
-    """Learning rate of the generator over that of the discriminator."""
-
-
-@dataclass
-class ClassifyConfig(ObjectiveConfig):
-    """The label of a text, by an encoder with a head on top (BERT, arXiv 1810.04805)."""
-
-    _target_: str = "tpu_experiments.objectives.classify.Classify"
-    labels: list[str] | None = None
-    """Labels in the order of the logits; null takes those of the training rows (`data.<name>.label_field`), sorted."""
-
-
-@dataclass
-class MaskedDiffusionConfig(ObjectiveConfig):
-    """Masked tokens of a text at every rate of masking, for decoders without a causal mask (arXiv 2502.09992)."""
-
-    _target_: str = "tpu_experiments.objectives.masked_diffusion.MaskedDiffusion"
-    mask_token: str | None = None
-    """Token that stands for a masked one where the tokenizer has no mask token of its own: a reserved one, that no text
-    contains."""
-    min_mask_rate: float = number(default=1e-3, above=0, below=1)
-    """Smallest probability of masking: a document's is drawn between this and 1, and its loss divided by it."""
-    end_padding: bool = False
-    """Whether the padding behind a row's answer is learnt as end-of-sequence tokens, so that the model learns how long
-    an answer is (LLaDA's fine-tuning); needs `prepare.packing=pad`."""
-
-
-@dataclass
-class OwnObjectiveConfig(ObjectiveConfig):
-    """An objective of the user's own."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    """Settings of the class, as its argument `options`."""
-
-
-@dataclass
 class OptimConfig:
     """Settings common to all optimizers."""
 
     _target_: str = MISSING
-    """Swap point: class with `init(params)` and `update(params, grads, state, lr)`."""
+    """Swap point: class with `init` and `update` (tpu_experiments/optim/base.py)."""
     lr: float | None = number(default=None, above=0)
     """Peak learning rate; null takes `model.lr`."""
     weight_decay: float = number(default=0.0, at_least=0)
@@ -404,6 +318,14 @@ class AdamW8bitConfig(AdamWConfig):
 
 
 @dataclass
+class OwnOptimConfig(OptimConfig):
+    """An optimizer of the user's own."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the class, as arguments of these names."""
+
+
+@dataclass
 class AdafactorConfig(OptimConfig):
     """Adafactor (arXiv 1804.04235) with an external learning rate and no first moment."""
 
@@ -416,6 +338,27 @@ class AdafactorConfig(OptimConfig):
     """Smallest root mean square of a parameter in the relative step size."""
     clip_threshold: float = number(default=1.0, above=0)
     """Largest root mean square of an update."""
+
+
+def _two_moments(shape: tuple[int, ...]) -> float:
+    return 8.0 * math.prod(shape)
+
+
+def _in_8_bits(shape: tuple[int, ...]) -> float:
+    elements = math.prod(shape)
+    return 8.0 * elements if elements < MIN_ELEMENTS else 2.0 * elements + 8 * math.ceil(elements / BLOCK)
+
+
+def _factored(shape: tuple[int, ...]) -> float:
+    return 4.0 * (sum(shape[-2:]) * math.prod(shape[:-2]))
+
+
+STATE_BYTES: dict[str, Callable[[tuple[int, ...]], float]] = {
+    AdamWConfig._target_: _two_moments,
+    AdamW8bitConfig._target_: _in_8_bits,
+    AdafactorConfig._target_: _factored,
+}
+"""Optimizers of this project, by class, and the bytes of the state of one parameter, by its shape."""
 
 
 # ---- trainer, samples and loggers ---------------------------------------------------------------------------
@@ -595,18 +538,14 @@ GROUPS: dict[str, dict[str, type]] = {
     "curriculum": {"base": CurriculumConfig},
     "lora": {"base": LoraConfig},
     "objective": {
-        "base_next_token": NextTokenConfig,
-        "base_mlm": MaskedConfig,
-        "base_rtd": ReplacedTokenConfig,
-        "base_classify": ClassifyConfig,
-        "base_masked_diffusion": MaskedDiffusionConfig,
+        **{f"base_{name}": kind for name, kind in OBJECTIVES.items()},
         "base": OwnObjectiveConfig,
     },
     "optim": {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,
         "base_adafactor": AdafactorConfig,
-        "base": OptimConfig,
+        "base": OwnOptimConfig,
     },
     "schedule": {"base": ScheduleConfig},
     "sharding": {"base": ShardingConfig},

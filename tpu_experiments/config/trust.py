@@ -19,25 +19,17 @@ from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import CONF, REPOSITORY
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
+from tpu_experiments.config.objectives import TARGETS
 from tpu_experiments.config.schema import (
     GROUPS,
-    AdafactorConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
-    ClassifyConfig,
+    STATE_BYTES,
     Config,
-    MaskedConfig,
-    MaskedDiffusionConfig,
-    NextTokenConfig,
-    ReplacedTokenConfig,
     TrainerConfig,
 )
 
 SEARCH = CONF / "task" / "plan.yaml"
 CHOICE = re.compile(r"\w[\w.-]*")
 """Name of a file of a config group; no path."""
-OBJECTIVES = (NextTokenConfig, MaskedConfig, ReplacedTokenConfig, ClassifyConfig, MaskedDiffusionConfig)
-"""Schemas of the objectives of this project."""
 LOGGERS = {
     "console.ConsoleLogger",
     "jsonl.JsonlLogger",
@@ -50,8 +42,8 @@ LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 OWN_TARGETS: dict[str, frozenset[str]] = {
     "model": frozenset({ModelConfig._target_, REPLACED_TOKEN_MODEL}),
     "data.*": frozenset({DataSourceConfig._target_}),
-    "objective": frozenset(kind._target_ for kind in OBJECTIVES),
-    "optim": frozenset({AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_}),
+    "objective": TARGETS,
+    "optim": frozenset(STATE_BYTES),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
 }

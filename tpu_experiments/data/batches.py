@@ -5,15 +5,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.rows import Rows, RowSource, empty, padding
+from tpu_experiments.data.rows import TOKEN_ARRAYS, Rows, RowSource, empty, padding
 
 PADDING_LABEL = "-"
 KEPT_EPOCHS = 2  # a batch spans at most this many, as long as a stage has G rows
@@ -21,7 +22,7 @@ KEPT_EPOCHS = 2  # a batch spans at most this many, as long as a stage has G row
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One global batch: int32 arrays of shape (G, T), as in `Rows`, and a label `source:row` per row."""
+    """One global batch: arrays as in `Rows`, the four of tokens int32 (G, T), and a label `source:row` per row."""
 
     ids_GT: NDArray[np.int32]
     learn_GT: NDArray[np.int32]
@@ -30,6 +31,22 @@ class Batch:
     labels: list[str]
     noise_G: NDArray[np.int32] | None = None
     """A random word per row, for dropout."""
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further arrays (G, T) or (G,) by name."""
+
+    @staticmethod
+    def of(
+        arrays: Mapping[str, NDArray[Any]], *, labels: list[str], noise_G: NDArray[np.int32] | None = None
+    ) -> "Batch":
+        """Return the batch with these arrays by name, as `arrays` returns them."""
+        more = {name: array for name, array in arrays.items() if name not in TOKEN_ARRAYS}
+        ids, learn, positions, segments = (arrays[name] for name in TOKEN_ARRAYS)
+        return Batch(ids, learn, positions, segments, labels, noise_G, more)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the four arrays of tokens and the further ones by the names of their tensors."""
+        return {name: getattr(self, f"{name}_GT") for name in TOKEN_ARRAYS} | dict(self.more)
 
     @property
     def num_rows(self) -> int:
@@ -50,13 +67,10 @@ class Batch:
         share, rest = divmod(self.num_rows, world_size)
         assert rest == 0, f"{self.num_rows} rows do not divide over {world_size} processes"
         part = slice(rank * share, (rank + 1) * share)
-        return Batch(
-            self.ids_GT[part],
-            self.learn_GT[part],
-            self.positions_GT[part],
-            self.segments_GT[part],
-            self.labels[part],
-            None if self.noise_G is None else self.noise_G[part],
+        return Batch.of(
+            {name: array[part] for name, array in self.arrays.items()},
+            labels=self.labels[part],
+            noise_G=None if self.noise_G is None else self.noise_G[part],
         )
 
 
@@ -194,13 +208,8 @@ def trimmed(batch: Batch, *, multiple: int) -> Batch:
     used_T = np.flatnonzero(batch.segments_GT.any(axis=0))
     longest = int(used_T[-1]) + 1 if len(used_T) else 1
     kept = slice(0, -(-longest // multiple) * multiple)
-    return Batch(
-        np.ascontiguousarray(batch.ids_GT[:, kept]),
-        np.ascontiguousarray(batch.learn_GT[:, kept]),
-        np.ascontiguousarray(batch.positions_GT[:, kept]),
-        np.ascontiguousarray(batch.segments_GT[:, kept]),
-        batch.labels,
-    )
+    cut = {n: np.ascontiguousarray(a[:, kept]) if a.ndim == 2 else a for n, a in batch.arrays.items()}
+    return Batch.of(cut, labels=batch.labels)
 
 
 def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> Iterator[Batch]:
@@ -228,4 +237,5 @@ def one_batch(rows: Rows, *, labels: list[str], global_rows: int) -> Batch:
         positions_GT=rows.positions_NT,
         segments_GT=rows.segments_NT,
         labels=labels + [PADDING_LABEL] * missing,
+        more=rows.more,
     )

@@ -21,7 +21,7 @@ from tpu_experiments.data.reading.parts import list_parts
 from tpu_experiments.data.reading.sources import field_values
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
-from tpu_experiments.data.steps.labels import Labelling, cut_texts
+from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
@@ -163,6 +163,7 @@ def _read(
 ) -> FlatTokens:
     """Read the tokens of the documents with these indices in the source; blocks without one are skipped."""
     ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+    labels = [np.zeros(0, np.int32)]
     first = 0
     for block in blocks:
         lengths_D = block.lengths_D
@@ -173,14 +174,14 @@ def _read(
         ids_L, flags_L = read_tokens(tokens.folder, block.name, sha256=block.sha256["tokens"])
         ends_D = np.cumsum(lengths_D)
         if labelling is not None:
-            ids_L = ids_L.copy()
-            ids_L[ends_D - 1] = labelling.numbers(block)
+            labels.append(labelling.numbers(block)[inside])
         for index in inside.tolist():
             part = slice(int(ends_D[index] - lengths_D[index]), int(ends_D[index]))
             ids.append(ids_L[part])
             flags.append(flags_L[part])
         chosen.append(lengths_D[inside])
-    return FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
+    flat = FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
+    return flat if labelling is None else with_labels(flat, np.concatenate(labels))
 
 
 def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOutRows:
@@ -198,14 +199,15 @@ def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOu
         np.int64,
     ).reshape(-1, 3)
     row_P, column_P, num_rows = best_fit(pieces[:, 1] - pieces[:, 0], seq_len=seq_len)
-    rows = padding(num_rows, seq_len=seq_len, pad_id=pad_id)
+    rows = padding(num_rows, seq_len=seq_len, pad_id=pad_id, like=flat.more)
     token_NT = np.full((num_rows, seq_len), -1, np.int64)
     for piece in np.lexsort((column_P, row_P)).tolist():
         start, end, new = pieces[piece].tolist()
         row, column = int(row_P[piece]), int(column_P[piece])
         place = slice(column, column + end - start)
         token_NT[row, place] = np.arange(start, end)
-        rows.ids_NT[row, place] = flat.ids_L[start:end]
+        for name, own_L in {"ids": flat.ids_L, **flat.more}.items():
+            rows.array(name)[row, place] = own_L[start:end]
         rows.learn_NT[row, column + new - start : place.stop] = learn_L[new:end]
         rows.positions_NT[row, place] = np.arange(end - start)
         rows.segments_NT[row, place] = 1 + (rows.segments_NT[row, column - 1] if column else 0)

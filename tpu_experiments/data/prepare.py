@@ -26,6 +26,7 @@ from tpu_experiments.data.cleaning.clean import check_rules
 from tpu_experiments.data.cleaning.split import SPLITS
 from tpu_experiments.data.documents import SourceSpec, spec_of
 from tpu_experiments.data.prepared import MANIFEST, NotPrepared, PreparedSource, read_manifest
+from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.across import add_overlaps_across_sources, write_groups
 from tpu_experiments.data.steps.blocks import BlockIndex, most_common, read_index, read_notices
 from tpu_experiments.data.steps.keys import rows_key
@@ -37,7 +38,7 @@ from tpu_experiments.data.steps.selection import Selection, select
 from tpu_experiments.data.steps.tokenized import Found, Read, TokenizedSource, tokenize_source
 from tpu_experiments.data.steps.windows import WindowMaker, WindowSettings, cut_windows, learnt_per_turn, merged
 from tpu_experiments.data.steps.workers import map_jobs
-from tpu_experiments.data.store.shards import damaged_shards
+from tpu_experiments.data.store.shards import arrays_entry, damaged_shards
 from tpu_experiments.data.store.stream import CacheSettings, Check
 from tpu_experiments.data.tokens.tokenizer import own_ends, pad_id, require_chat_template, template_hash, tokenizer_hash
 from tpu_experiments.storage import paths
@@ -75,6 +76,8 @@ class Preparation:
     """Whether texts are read with their labels."""
     labels: tuple[str, ...] | None = None
     """All labels, in the order of their numbers; None while they are to be found."""
+    arrays: tuple[Array, ...] = ()
+    """Further arrays of rows, as the objective declares them."""
 
 
 def prepare(
@@ -331,6 +334,7 @@ def _make_rows(
         "config": _settings_of(source, tokens=tokens),
         **({"origins": tokens.origins} if tokens.origins else {}),
         **({} if labels is None else {"labels": labels}),
+        **arrays_entry(preparation.arrays),
     }
     assert manifest["documents_in"] == manifest["documents_out"] + sum(reported.values()), "a document was lost"
     return manifest | {"audit_hash": audit_hash(manifest)}
@@ -446,6 +450,7 @@ def _pack_windows(
         vocab_size=1 + max(preparation.tokenizer.get_vocab().values()),
         is_chat=tokens.spec.kind == "chat",
         labelling=labelling,
+        arrays=preparation.arrays,
     )
     records = []
     with tqdm(desc=f"{tokens.spec.name}: rows", unit=" rows", mininterval=0.5, leave=False, disable=None) as bar:

@@ -7,9 +7,11 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tpu_experiments.data.rows import Array
+from tpu_experiments.data.steps.labels import LABELS, with_labels_of_ids
 from tpu_experiments.data.store.shards import RowStore
 from tpu_experiments.data.store.stream import CacheSettings, Check
 from tpu_experiments.storage import paths
@@ -42,9 +44,22 @@ class PreparedSource:
         manifest = self.manifests[seq_len]
         shards = manifest["splits"][split]["shards"]
         pad = manifest["pad_id"]
+        revise = with_labels_of_ids if "labels" in manifest and "arrays" not in manifest else None
         return RowStore.of_records(
-            self.folders[seq_len], shards, seq_len=seq_len, pad_id=pad, cache=self.cache, check=self.check
+            self.folders[seq_len],
+            shards,
+            seq_len=seq_len,
+            pad_id=pad,
+            cache=self.cache,
+            check=self.check,
+            revise=revise,
         )
+
+    def arrays(self, seq_len: int) -> tuple[Array, ...]:
+        """Return the further arrays of the rows."""
+        manifest = self.manifests[seq_len]
+        before = [asdict(LABELS)] if "labels" in manifest else []
+        return tuple(Array(**entry) for entry in manifest.get("arrays", before))
 
     @property
     def max_token_id(self) -> int:

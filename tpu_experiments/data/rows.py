@@ -1,11 +1,28 @@
 """Token rows of one length, N rows of T tokens, in the layout of the training step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+TOKEN_ARRAYS = ("ids", "learn", "positions", "segments")
+"""Arrays that all rows have, by the names of their tensors in the training step."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A further array of rows, which an objective declares (objectives/base.py); 0 at padding."""
+
+    name: str
+    dtype: str
+    """NumPy's name of it: `int32` or `float32`."""
+    per: Literal["row", "token"]
+
+    def shape(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the array's shape for rows whose tokens have this shape, T last."""
+        return tokens if self.per == "token" else tokens[:-1]
 
 
 class RowSource(Protocol):
@@ -24,7 +41,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Token rows with loss mask, positions and segments: four arrays of shape (N, T).
+    """Token rows with loss mask, positions and segments: four arrays of shape (N, T), and further ones.
 
     `learn_NT` marks the tokens that are predicted, each from the tokens before it in its segment;
     a segment's first token has no context and is never marked. `positions_NT` count from 0
@@ -35,6 +52,8 @@ class Rows:
     learn_NT: NDArray[np.bool_]
     positions_NT: NDArray[np.int32]
     segments_NT: NDArray[np.int32]
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further arrays (N, T) or (N,) by name (`Array`)."""
 
     @property
     def num_rows(self) -> int:
@@ -56,35 +75,43 @@ class Rows:
 
     def take(self, index_M: NDArray[np.int64] | slice) -> "Rows":
         """Return the rows at `index_M`, shape (M, T)."""
-        return Rows(
-            self.ids_NT[index_M],
-            self.learn_NT[index_M],
-            self.positions_NT[index_M],
-            self.segments_NT[index_M],
-        )
+        more = {name: array[index_M] for name, array in self.more.items()}
+        ids, learn, positions, segments = (self.array(name)[index_M] for name in TOKEN_ARRAYS)
+        return Rows(ids, learn, positions, segments, more)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return an array by its name, that of a further one or one of `TOKEN_ARRAYS`."""
+        found: NDArray[Any] = getattr(self, f"{name}_NT") if name in TOKEN_ARRAYS else self.more[name]
+        return found
 
     @staticmethod
     def concatenate(parts: Sequence["Rows"]) -> "Rows":
-        """Concatenate rows of one length, in order; a single part is returned without a copy."""
+        """Concatenate rows of one length, in order; a single part is returned without a copy.
+
+        A further array that a part lacks is 0 in its rows.
+        """
         assert parts, "no rows to concatenate"
         if len(parts) == 1:
             return parts[0]
-        return Rows(
-            np.concatenate([part.ids_NT for part in parts]),
-            np.concatenate([part.learn_NT for part in parts]),
-            np.concatenate([part.positions_NT for part in parts]),
-            np.concatenate([part.segments_NT for part in parts]),
-        )
+        like = {name: array for part in parts for name, array in part.more.items()}
+        zeros = {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in like.items()}
+        more = {
+            name: np.concatenate([p.more[name] if name in p.more else zero.repeat(p.num_rows, 0) for p in parts])
+            for name, zero in zeros.items()
+        }
+        ids, learn, positions, segments = (np.concatenate([p.array(name) for p in parts]) for name in TOKEN_ARRAYS)
+        return Rows(ids, learn, positions, segments, more)
 
 
-def padding(num_rows: int, *, seq_len: int, pad_id: int = 0) -> Rows:
-    """Return `num_rows` rows of padding."""
+def padding(num_rows: int, *, seq_len: int, pad_id: int = 0, like: Mapping[str, NDArray[Any]] | None = None) -> Rows:
+    """Return `num_rows` rows of padding, with further arrays of tokens of the types of those in `like`."""
     shape = (num_rows, seq_len)
     return Rows(
         np.full(shape, pad_id, np.int32),
         np.zeros(shape, np.bool_),
         np.zeros(shape, np.int32),
         np.zeros(shape, np.int32),
+        {name: np.zeros(shape, array.dtype) for name, array in (like or {}).items()},
     )
 
 

@@ -21,7 +21,8 @@ from tpu_experiments.models.adapters.lora import (
 )
 from tpu_experiments.models.adapters.low_rank_qat import decoded, grid_of
 from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.sources.frozen import describe_trained, require_finite_parts, require_whole
 from tpu_experiments.storage.tensors import require_finite

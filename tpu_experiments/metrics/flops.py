@@ -9,21 +9,15 @@ weights. LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N.
 2204.02311, appendix B), but with the causal half that is needed: T / 2 keys per query, not T, fewer with a sliding
 window."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.masking import num_places, num_texts
+from tpu_experiments.config.masking import num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
 from tpu_experiments.config.recurrence import chunk_of
-from tpu_experiments.config.schema import (
-    ClassifyConfig,
-    Config,
-    MaskedConfig,
-    MaskedDiffusionConfig,
-    ReplacedTokenConfig,
-)
+from tpu_experiments.config.schema import Config
 
 REQUIRED = (
     "hidden_size",
@@ -459,19 +453,15 @@ def recomputes(config: Config) -> bool:
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
-def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
-    """Return the FLOPs per token of the configured training.
+def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = True) -> FlopsPerToken:
+    """Return the FLOPs per token of the configured training of a decoder.
+
+    Args:
+        causal: whether attention is to the tokens before alone.
 
     Raises:
         ConfigError: a model that is not counted here.
     """
-    if isinstance(config.objective, ReplacedTokenConfig):
-        return replaced_token_flops(arch, seq_len=seq_len, masked=config.objective.mask_rate)
-    if isinstance(config.objective, MaskedConfig):
-        places = num_places(seq_len, rate=config.objective.mask_rate, whole_word=config.objective.whole_word)
-        return encoder_flops(arch, seq_len=seq_len, places=places, config=config)
-    if isinstance(config.objective, ClassifyConfig):
-        return classifier_flops(arch, seq_len=seq_len, config=config)
     return flops_of_token(
         arch,
         seq_len=seq_len,
@@ -483,12 +473,12 @@ def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
         recompute=recomputes(config),
         saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
         kernel=config.model.attention == "flash",
-        causal=not isinstance(config.objective, MaskedDiffusionConfig),
+        causal=causal,
         rounded=config.model.linear == "lr_qat",
     )
 
 
-def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> FlopsPerToken:
+def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config, has_global: bool = False) -> FlopsPerToken:
     """Return FLOPs per token of masked language modelling with full training.
 
     Attention is over the whole row, or the window on both sides: no causal half. The head is of the places for masked
@@ -498,6 +488,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
 
     Args:
         places: places of a row for masked tokens, which the head computes whether they are filled or not.
+        has_global: whether Longformer has global tokens.
 
     Raises:
         ConfigError: a model type that is not in `ENCODERS`, or adapters.
@@ -512,7 +503,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
     shared = int(_value(arch, "num_key_value_heads") or heads) / heads
     matrices: float = (3 if family.gated else 2) * hidden * int(_value(arch, "intermediate_size"))
     matrices += (2 + 2 * shared) * hidden * hidden
-    matrices += 3 * hidden * hidden if family.has_global and isinstance(config.objective, ClassifyConfig) else 0
+    matrices += 3 * hidden * hidden if family.has_global and has_global else 0
     attention = 4.0 * hidden * sum(keys_of_encoder(arch, seq_len=seq_len))
     if family.relative:
         span = int(_value(arch, "position_buckets") or _value(arch, "max_position_embeddings"))
@@ -531,7 +522,7 @@ def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config) -> Fl
     )
 
 
-def classifier_flops(arch: Any, *, seq_len: int, config: Config) -> FlopsPerToken:
+def classifier_flops(arch: Any, *, seq_len: int, labels: int, config: Config) -> FlopsPerToken:
     """Return FLOPs per token of a classifier with full training: those of its encoder, and of its head.
 
     The head is a square matrix and that of the labels. It is computed at every place where a text could be in a row,
@@ -541,9 +532,8 @@ def classifier_flops(arch: Any, *, seq_len: int, config: Config) -> FlopsPerToke
     Raises:
         ConfigError: as of `encoder_flops`.
     """
-    encoder = encoder_flops(arch, seq_len=seq_len, places=0, config=config)
+    encoder = encoder_flops(arch, seq_len=seq_len, places=0, config=config, has_global=True)
     hidden, is_late = int(_value(arch, "hidden_size")), _value(arch, "classifier_pooling") == "late"
-    labels = len(config.objective.labels or ()) if isinstance(config.objective, ClassifyConfig) else 0
     places, columns = num_texts(seq_len), hidden + max(2, labels)
     matrices = 2.0 * hidden * columns * (1.0 if is_late else places / seq_len)
     gathering = 2.0 * places * (max(2, labels) if is_late else hidden)
@@ -599,15 +589,16 @@ def replaced_token_flops(arch: Any, *, seq_len: int, masked: float) -> FlopsPerT
 
 
 def flops_by_length(
-    config: Config, arch: Any, *, seq_lens: Iterable[int], is_recomputed: bool
+    flops_of: Callable[[int], FlopsPerToken], *, seq_lens: Iterable[int], is_recomputed: bool
 ) -> dict[int, FlopsPerToken]:
     """Return FLOPs per token for each row length; empty for a model that is not supported.
 
     Args:
+        flops_of: FLOPs per token of a row length; raises ConfigError for a model that is not supported.
         is_recomputed: whether layers were folded, or are recomputed in plain torch; others recompute nothing.
     """
     try:
-        counted = {seq_len: trained_flops(config, arch, seq_len=seq_len) for seq_len in seq_lens}
+        counted = {seq_len: flops_of(seq_len) for seq_len in seq_lens}
     except ConfigError:
         return {}
     return counted if is_recomputed else {length: replace(each, recomputation=0.0) for length, each in counted.items()}

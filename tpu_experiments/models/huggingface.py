@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -38,15 +38,11 @@ from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
-from tpu_experiments.models.families.longformer import MODEL_TYPE as LONGFORMER
-from tpu_experiments.models.families.longformer import LongformerForMaskedLM, LongformerForSequenceClassification
-from tpu_experiments.models.families.xlstm import MODEL_TYPE as XLSTM
-from tpu_experiments.models.families.xlstm import require_settings as require_xlstm_settings
-from tpu_experiments.models.families.xlstm import xLSTMForCausalLM
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.parts.experts import EVERY_EXPERT
-from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, rehearse
+from tpu_experiments.models.parts.named import Named
+from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, UNFIT, rehearse
 from tpu_experiments.models.sources.buffers import (
     compute_buffers,
     keep_made_tensors,
@@ -157,32 +153,15 @@ NOT_BUILT = {
 }
 """Model types of transformers that would be trained wrongly here. Types that are not listed are checked by
 isolation.py."""
-OWN_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {
-    ("causal_lm", XLSTM): xLSTMForCausalLM,
-    ("masked_lm", LONGFORMER): LongformerForMaskedLM,
-    (CLASSIFIER, LONGFORMER): LongformerForSequenceClassification,
+XLSTM, LONGFORMER = "xlstm", "longformer"
+OWN_CLASSES = {
+    ("causal_lm", XLSTM): "tpu_experiments.models.families.xlstm:xLSTMForCausalLM",
+    ("masked_lm", LONGFORMER): "tpu_experiments.models.families.longformer:LongformerForMaskedLM",
+    (CLASSIFIER, LONGFORMER): "tpu_experiments.models.families.longformer:LongformerForSequenceClassification",
 }
-"""Classes of the project in the place of transformers', by head and model type, with the same parameters."""
-UNFIT = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions that transformers' classes raise over inconsistent values."""
+"""Classes of the project in the place of transformers', by head and model type, with the same parameters.
 
-
-@dataclass(frozen=True)
-class Named:
-    """One parameter on the host, under Hugging Face's name."""
-
-    name: str
-    tensor: Tensor
+They are imported when a model is of theirs."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +208,9 @@ class HuggingFaceModel:
         self.whole_config = self._config()
         self.config = decoder_config(self.whole_config)
         if self.config.model_type == XLSTM:
-            require_xlstm_settings(model, self.config)
+            from tpu_experiments.models.families.xlstm import require_settings
+
+            require_settings(model, self.config)
         self.config._attn_implementation = self._attention()
         self.config._experts_implementation = EVERY_EXPERT
         self.labels_of_checkpoint = None if self.folder is None else own_labels(self.config)
@@ -342,7 +323,7 @@ class HuggingFaceModel:
         """
         own = OWN_CLASSES.get((self.head, config.model_type))
         if own is not None:
-            return cast(PreTrainedModel, own._from_config(config, dtype=dtype))
+            return cast(PreTrainedModel, resolve_name(own)._from_config(config, dtype=dtype))
         return self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
     def built_by_transformers(

@@ -1,27 +1,37 @@
 """Training objectives: what a model learns from rows of tokens, and what the loss is divided by.
 
-`objective._target_` names the class. It is made with the keys of its config beside `name` and `_target_`, with
-`computing`, and, where the class has `takes_tokenizer = True`, with `tokenizer`. A loss may have several parts, each
-divided by a number of predictions of its own; the gradient is that of the sum of the parts' means.
-Legend: R rows, T tokens, G parts of a loss.
+`objective._target_` names a class derived from `Objective`. It is made with the keys of its config beside `name` and
+`_target_`, with `computing`, and, where it has `takes_tokenizer = True`, with `tokenizer`. A loss may have several
+parts, each divided by a number of predictions of its own; the gradient is that of the sum of the parts' means.
+Legend: R rows, T tokens, G parts of a loss, L tokens of held-out documents, K sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.data.rows import Array
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores
+from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
 Rows = Mapping[str, Tensor]
-"""`ids`, `learn`, `positions`, `segments`, (R, T) int32 each; with `Objective.draws` also `noise`, (R,) int32."""
+"""`ids`, `learn`, `positions`, `segments`, (R, T) int32 each, and `Objective.arrays`; with `Objective.draws` also
+`noise`, (R,) int32."""
+
+
+Column = NDArray[np.float64]
+"""A value for every token of held-out documents, (L,)."""
 
 
 class Place(Protocol):
@@ -66,34 +76,49 @@ class Summary:
     """Further figures by name; unknown ones are left out."""
 
 
-class Measured(Protocol):
-    """An objective with held-out measures of its own."""
+class Objective:
+    """A training objective; a class derives from it and says what differs from the prediction of the next token.
 
-    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return sums over the rows, (K,) float32, without a gradient; they are added over batches and processes."""
-        ...
+    A class of a user's own that does not derive from it has its defaults all the same (`objective_class`).
+    """
 
-    def summary(self, sums: Sequence[float]) -> Summary:
-        """Return loss and measures of all rows from their sums."""
-        ...
-
-
-class Objective(Protocol):
-    """A training objective; the class that `objective._target_` names must implement it."""
-
-    draws: bool
+    arrays: ClassVar[tuple[Array, ...]] = ()
+    """Further arrays of rows, in prepared data, batches and micro-batches: a label, a stored reference value."""
+    draws: ClassVar[bool] = False
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
-    reads_draws: bool
-    """Whether the loss depends on tokens that the model itself draws, False where left out: rounding may change one."""
-    has_scores: bool
+    spread_draws: ClassVar[bool] = False
+    """Whether the random words of a batch's rows are equally spaced (training/batches.py)."""
+    reads_draws: ClassVar[bool] = False
+    """Whether the loss depends on tokens that the model itself draws: rounding may change one."""
+    has_scores: ClassVar[bool] = False
     """Whether `scores` returns something: accuracy and bits per byte are then measured in evaluations."""
-    causal: bool
-    """Whether a token attends to those before it alone, which is the default, or to its whole document. The objective
-    passes it to `logits_of` and `hidden_of` (models/passes/forward.py). Without it, runs write no samples."""
-    head: str
-    """What the model has on top of its layers: `causal_lm`, which is the default, `masked_lm` or
-    `sequence_classification` (`HEADS` in models/huggingface.py), or `own` where `model._target_` makes the model."""
+    has_perplexity: ClassVar[bool] = True
+    """Whether the loss is the mean of -log p of tokens, so that exp(loss) is a perplexity."""
+    has_bound: ClassVar[bool] = False
+    """Whether the loss is an upper bound of -log p per token, so that exp(loss) bounds the perplexity."""
+    causal: ClassVar[bool] = True
+    """Whether a token attends to those before it alone, or to its whole document. The objective passes it to
+    `logits_of` and `hidden_of` (models/passes/forward.py). Without it, runs write no samples."""
+    head: ClassVar[str] = "causal_lm"
+    """What the model has on top of its layers: `causal_lm`, `masked_lm` or `sequence_classification` (`HEADS` in
+    models/huggingface.py), or `own` where `model._target_` makes the model."""
+    takes_tokenizer: ClassVar[bool] = False
+    """Whether the class takes `tokenizer`."""
+    denoises: ClassVar[bool] = False
+    """Whether the model writes text by filling masked tokens, `mask_id` (models/passes/denoising.py)."""
+    masks_in_turn: ClassVar[bool] = False
+    """Whether task=evaluate can mask every token in turn, by `masked_scores` and `vocabulary`; it then compares with
+    n-grams as well."""
+    metrics_of_card: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    """Measures of held-out texts in the model card's metadata: name, the Hub's name, words."""
+    words_of_evaluation: ClassVar[str] = ""
+    """What the figures of task=evaluate are, below its tables."""
+
+    mask_id: int
+    vocabulary: Vocabulary
+
+    # ---- training -------------------------------------------------------------------------------------------
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of predictions that a micro-batch's loss is the sum over, shape (), float32.
@@ -101,7 +126,7 @@ class Objective(Protocol):
         The gradient is divided by its sum over the global batch. Of a loss with parts the shape is (G,), and the
         gradient of each part is divided by its own number.
         """
-        ...
+        raise NotImplementedError
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the loss sum, which is differentiated, and the number of predictions of every row, (R,) each.
@@ -111,11 +136,72 @@ class Objective(Protocol):
         Args:
             parameters: trainable parameters by name, float32, to be used in the place of the module's own.
         """
-        ...
+        raise NotImplementedError
+
+    def parameter_groups(self, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:
+        """Return groups of the parameters that are clipped apart; none where they are clipped together.
+
+        Two models that are trained in one step are two groups, each clipped as by an optimizer of its own.
+        """
+        return ()
+
+    @classmethod
+    def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+        """Return the FLOPs per token of the configured training: those of a decoder.
+
+        Raises:
+            ConfigError: a model that is not counted (metrics/flops.py).
+        """
+        return decoder_flops(config, arch, seq_len=seq_len, causal=cls.causal)
+
+    @classmethod
+    def require_fit(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Require the data of a run to go with the objective; a ConfigError says what does not."""
+
+    # ---- evaluations and task=evaluate ----------------------------------------------------------------------
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """Return loss and hit of every token, without a gradient, for evaluations; left out without `has_scores`."""
-        ...
+        """Return loss and hit of every token, without a gradient, for evaluations; only with `has_scores`."""
+        raise NotImplementedError
+
+    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return sums over held-out rows, (K,) float32, without a gradient; added over batches and processes.
+
+        A class that has this and `summary` measures held-out rows by them, not by `scores`.
+        """
+        raise NotImplementedError
+
+    def summary(self, sums: Sequence[float]) -> Summary:
+        """Return loss and measures of all rows from their sums."""
+        raise NotImplementedError
+
+    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return what task=evaluate adds up by document: loss and hit of every token, at the position before it."""
+        return self.scores(module, parameters, rows)
+
+    def read_hits(self, hits_L: Column, predicted_L: Column) -> tuple[Column, dict[str, list[Column]]]:
+        """Return hits from what `document_scores` has in their place, and columns of `FURTHER` measures by name."""
+        return hits_L, {}
+
+    def masked_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, places: int) -> Scores:
+        """Return loss in nats and hit of the tokens of `learn`, each read as the mask token; with `masks_in_turn`.
+
+        Args:
+            places: K, the largest number of such tokens in a row; losses, hits and weights are (R, K), in their order.
+        """
+        raise NotImplementedError
+
+    # ---- the model card -------------------------------------------------------------------------------------
+
+    @classmethod
+    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+        """Return what stands below the card's table of an objective without perplexity: what was measured."""
+        return ""
+
+    @classmethod
+    def lines_of_use(cls, config: Config) -> tuple[list[str], str]:
+        """Return lines of code below those that load the model, and a paragraph behind them."""
+        return [], ""
 
 
 ASSUMED_LABELS = ("0", "1")
@@ -133,81 +219,37 @@ def objective_of(
     settings = asdict(config.objective)
     for name in ("_target_", "name"):
         settings.pop(name)
+    kind = objective_class(config)
+    more = {"tokenizer": tokenizer} if kind.takes_tokenizer else {}
+    make: Callable[..., Objective] = kind
+    return make(**settings, **more, computing=computing)
+
+
+def objective_class(config: Config) -> type[Objective]:
+    """Return the class that `objective._target_` names; `Objective` stands behind one that does not derive from it."""
     kind = locate(config.objective._target_, key="objective")
-    more = {"tokenizer": tokenizer} if getattr(kind, "takes_tokenizer", False) else {}
-    objective: Objective = kind(**settings, **more, computing=computing)
-    return objective
+    return kind if issubclass(kind, Objective) else type(kind.__name__, (kind, Objective), {})
 
 
-def has_perplexity(config: Config) -> bool:
-    """Return whether the objective's loss is the mean of -log p of tokens, so that exp(loss) is a perplexity.
-
-    A class says so by its attribute `has_perplexity`, True where it has none.
-    """
-    return bool(getattr(locate(config.objective._target_, key="objective"), "has_perplexity", True))
+def measured_by(objective: Objective) -> Objective | None:
+    """Return the objective if it has held-out measures of its own."""
+    return None if type(objective).sums is Objective.sums else objective
 
 
-def has_bound(config: Config) -> bool:
-    """Return whether the objective's loss is an upper bound of -log p per token, so that exp(loss) bounds perplexity.
-
-    A class says so by its attribute `has_bound`, False where it has none.
-    """
-    return bool(getattr(locate(config.objective._target_, key="objective"), "has_bound", False))
-
-
-def measured_by(objective: Objective) -> Measured | None:
-    """Return the objective as one with measures of its own, if it has the methods of `Measured`."""
-    has_measures = callable(getattr(objective, "sums", None)) and callable(getattr(objective, "summary", None))
-    return cast(Measured, objective) if has_measures else None
-
-
-def groups_of(objective: Objective, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:
-    """Return the groups that the objective makes of the parameters; none where they are clipped together.
-
-    An objective may have a method `parameter_groups(names, clip_norm)`: two models that are trained in one step are two
-    groups, each clipped as it would be with an optimizer of its own.
-    """
-    make = getattr(objective, "parameter_groups", None)
-    groups: Sequence[ParameterGroup] = () if make is None else make(names, clip_norm=clip_norm)
-    return groups
-
-
-def has_draws(config: Config) -> bool:
-    """Return whether the objective takes a random word for each row."""
-    return bool(locate(config.objective._target_, key="objective").draws)
-
-
-def has_spread_draws(config: Config) -> bool:
-    """Return whether the random words of a batch's rows are equally spaced (training/batches.py).
-
-    A class says so by its attribute `spread_draws`, False where it has none.
-    """
-    return bool(getattr(locate(config.objective._target_, key="objective"), "spread_draws", False))
-
-
-def is_causal(config: Config) -> bool:
-    """Return whether the objective's models attend to earlier tokens alone."""
-    return bool(getattr(locate(config.objective._target_, key="objective"), "causal", True))
+def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of the configured training; errors as of `Objective.flops`."""
+    return objective_class(config).flops(config, arch, seq_len=seq_len)
 
 
 def writes_text(config: Config) -> bool:
     """Return whether the model can continue a text: whether it is a causal language model."""
-    return is_causal(config) and head_of(config) == "causal_lm"
-
-
-def denoises(config: Config) -> bool:
-    """Return whether the model writes text by filling masked tokens (models/passes/denoising.py)."""
-    return isinstance(config.objective, MaskedDiffusionConfig)
+    kind = objective_class(config)
+    return kind.causal and kind.head == "causal_lm"
 
 
 def samples(config: Config) -> bool:
     """Return whether the run shows samples of text."""
     return config.sample.max_new_tokens > 0 and writes_text(config)
-
-
-def head_of(config: Config) -> str:
-    """Return what the objective's models have on top of their layers."""
-    return str(getattr(locate(config.objective._target_, key="objective"), "head", "causal_lm"))
 
 
 def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None = None) -> HuggingFaceModel:
@@ -222,8 +264,9 @@ def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None
         ConfigError: the model and the objective do not go together.
     """
     make: Callable[..., HuggingFaceModel] = kind or locate(config.model._target_, key="model")
-    head, causal = head_of(config), is_causal(config)
+    learnt = objective_class(config)
+    head, causal = learnt.head, learnt.causal
     more: dict[str, Any] = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
-    if isinstance(config.objective, ClassifyConfig):
-        more["labels"] = config.objective.labels or ASSUMED_LABELS
+    if config.objective.reads_labels:
+        more["labels"] = config.objective.known_labels() or ASSUMED_LABELS
     return make(config.model, seed=config.seed, **more)

@@ -5,47 +5,66 @@ Legend: R rows, T tokens, K places of a row for texts, C labels.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpu_experiments.config.escaping import as_code
+from tpu_experiments.config.schema import Config
+from tpu_experiments.data.steps.labels import LABELS
+from tpu_experiments.metrics.flops import FlopsPerToken, classifier_flops
 from tpu_experiments.metrics.labels import accuracy, f1_of_labels, macro_f1, majority_rate
 from tpu_experiments.models.families.classification import class_logits, texts_of
 from tpu_experiments.models.passes.loss import Scores
-from tpu_experiments.objectives.base import ASSUMED_LABELS, Computing, Rows, Summary
+from tpu_experiments.objectives.base import ASSUMED_LABELS, Computing, Objective, Rows, Summary
 
 
-class Classify:
+class Classify(Objective):
     """Cross-entropy of texts' labels in nats, a mean over texts.
 
-    A text is read without its label, which is its last token in the row (data/steps/labels.py). A row may hold several
+    A text is read without the place of its label, the last one (data/steps/labels.py). A row may hold several
     texts; none sees another, and each has the logits that it has alone.
     """
 
-    draws = False
-    has_scores = False
+    arrays = (LABELS,)
     has_perplexity = False
     causal = False
     head = "sequence_classification"
+    metrics_of_card = (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1", "macro F1"))
+    words_of_evaluation = "majority: the accuracy of giving every text the most frequent label"
 
     def __init__(self, *, labels: Sequence[str] | None = None, computing: Computing | None = None) -> None:
         """Take the labels, in the order of the logits; a plan may have none."""
         self.labels = tuple(labels or ASSUMED_LABELS)
 
+    @classmethod
+    def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+        """Return the FLOPs of an encoder and the head over its texts."""
+        if not config.objective.reads_labels:
+            return super().flops(config, arch, seq_len=seq_len)
+        return classifier_flops(arch, seq_len=seq_len, labels=len(config.objective.known_labels() or ()), config=config)
+
+    @classmethod
+    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+        """Return the number of texts and the labels."""
+        labels = ", ".join(map(as_code, config.objective.known_labels() or ()))
+        return f"Over {num_predictions:,} texts that were not trained on. Labels: {labels}"
+
     def count(self, rows: Rows) -> Tensor:
         """Return the number of texts."""
-        return texts_of(rows, num_labels=len(self.labels)).weights_RK.sum()
+        return texts_of(rows).weights_RK.sum()
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of texts of every row."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         losses_RK = self._losses(class_logits(module, parameters, texts), texts.labels_RK) * texts.weights_RK
         return losses_RK.sum(1), texts.weights_RK.sum(1)
 
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
         """Return loss and, for every label, the texts predicted rightly, predicted, and labelled so, (1 + 3 C,)."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         with torch.no_grad():
             logits_RKC = class_logits(module, parameters, texts)
             loss = (self._losses(logits_RKC, texts.labels_RK) * texts.weights_RK).sum()
@@ -74,9 +93,9 @@ class Classify:
         }
         return Summary(loss / total, round(total), {name: float(value) for name, value in measures.items()})
 
-    def predictions(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return loss in nats and the number of the predicted label, at the position before each label; 0 elsewhere."""
-        texts = texts_of(rows, num_labels=len(self.labels))
+        texts = texts_of(rows)
         with torch.no_grad():
             logits_RKC = class_logits(module, parameters, texts)
             losses_RK = self._losses(logits_RKC, texts.labels_RK) * texts.weights_RK

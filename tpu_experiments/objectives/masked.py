@@ -4,7 +4,6 @@ Legend: R rows, T tokens, K places of a row for its masked tokens, H hidden, V v
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,34 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import MOST_PIECES, num_places
+from tpu_experiments.config.objectives.masked import MaskedConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.word_starts import word_starts
+from tpu_experiments.metrics.flops import FlopsPerToken, encoder_flops
 from tpu_experiments.models.parts.dropout import NOISE, place_words, token_words
 from tpu_experiments.models.passes.forward import masked_features
 from tpu_experiments.models.passes.loss import Scores, chunked_losses, chunked_scores
-from tpu_experiments.objectives.base import Computing, Rows
+from tpu_experiments.objectives.base import Computing, Objective, Rows
+from tpu_experiments.objectives.vocabulary import Vocabulary, vocabulary_of
 
 CHOSEN, REPLACED, RANDOM = range(3)
 """Sites of the draws of a token: whether it is masked, what with, and the random token."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What masking takes from the tokenizer."""
-
-    mask_id: int
-    size: int
-    """Random tokens are drawn from the ids below this, as transformers' collator does."""
-    special: tuple[tuple[int, int], ...]
-    """Special tokens, which are never masked, as ranges (first, last) of ids: two comparisons each."""
-
-    def is_special(self, ids: Any) -> Any:
-        """Return whether each id of an array or a tensor is that of a special token."""
-        found = ids < 0
-        for first, last in self.special:
-            found = found | ((ids >= first) & (ids <= last))
-        return found
 
 
 class Masking(NamedTuple):
@@ -55,7 +40,7 @@ class Masking(NamedTuple):
     """1 where a place is filled, float32."""
 
 
-class Masked:
+class Masked(Objective):
     """Cross-entropy of masked tokens in nats.
 
     Of the tokens to be learnt (`learn`) that are not special, each is chosen with `mask_rate` and predicted. The chosen
@@ -73,6 +58,12 @@ class Masked:
     causal = False
     head = "masked_lm"
     takes_tokenizer = True
+    masks_in_turn = True
+    words_of_evaluation = (
+        "loss, perplexity and accuracy are of masked tokens, given the others on both sides; unigram and bigram: "
+        "accuracies of the training split's most frequent token, and of the most frequent one behind the token to "
+        "the left, masked or not"
+    )
 
     def __init__(
         self,
@@ -106,6 +97,15 @@ class Masked:
             starts_V = torch.ones(1, dtype=torch.int32) if tokenizer is None else starts_of(tokenizer)
             self.starts_V = self.computing.place(starts_V, name="starts_of_words")
 
+    @classmethod
+    def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+        """Return the FLOPs of an encoder whose head reads the places for masked tokens."""
+        settings = config.objective
+        if not isinstance(settings, MaskedConfig):
+            return super().flops(config, arch, seq_len=seq_len)
+        places = num_places(seq_len, rate=settings.mask_rate, whole_word=settings.whole_word)
+        return encoder_flops(arch, seq_len=seq_len, places=places, config=config)
+
     def count(self, rows: Rows) -> Tensor:
         """Return the number of masked tokens."""
         return self.chosen(rows).to(torch.float32).sum()
@@ -133,11 +133,7 @@ class Masked:
         return Scores(sums_R, masking.weights_RK.sum(1), *spread)
 
     def masked_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, places: int) -> Scores:
-        """Return loss in nats and hit of the tokens of `learn`, each read as the mask token: nothing is drawn.
-
-        Args:
-            places: K, the largest number of such tokens in a row; losses, hits and weights are (R, K), in their order.
-        """
+        """Return loss in nats and hit of the tokens of `learn`, as `Objective.masked_scores` says; nothing is drawn."""
         is_masked_RT = rows["learn"] > 0
         masking = gathered(rows, torch.where(is_masked_RT, self.vocabulary.mask_id, rows["ids"]), is_masked_RT, places)
         with torch.no_grad():
@@ -235,35 +231,6 @@ def below(probability: float) -> int:
     return min(round(probability * 2**32) - 2**31, 2**31 - 1)
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None) -> Vocabulary:
-    """Return what masking needs from a tokenizer.
-
-    Args:
-        mask_token: stands for a masked token where the tokenizer has no mask token of its own.
-
-    Raises:
-        ConfigError: there is neither, or the tokenizer does not know `mask_token`.
-    """
-    mask_id = tokenizer.mask_token_id
-    if mask_id is None and mask_token is None:
-        raise ConfigError(
-            f"objective.mask_token=null; the tokenizer {tokenizer.name_or_path} has no mask token; name one that no "
-            "text has by 'objective.mask_token=\"TOKEN\"' (a reserved one), or make a tokenizer that has one: "
-            "task=tokenizer."
-        )
-    if mask_id is None:
-        known = tokenizer.get_vocab()
-        if mask_token not in known:
-            raise ConfigError(
-                f"objective.mask_token={mask_token}; the tokenizer {tokenizer.name_or_path} does not know it. "
-                f"{suggest(str(mask_token), tokenizer.all_special_tokens)}"
-            )
-        mask_id = known[mask_token]
-    added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    special = sorted({int(mask_id), *map(int, tokenizer.all_special_ids), *map(int, added)})
-    return Vocabulary(int(mask_id), len(tokenizer), ranges(special))
-
-
 def starts_of(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Return 1 for each token that begins a word, else 0, (V,) int32.
 
@@ -277,18 +244,3 @@ def starts_of(tokenizer: PreTrainedTokenizerBase) -> Tensor:
             "words begin (by ##, ▁ or Ġ); leave it out, or make a tokenizer that does: task=tokenizer."
         )
     return torch.from_numpy(found.astype(np.int32))
-
-
-def ranges(numbers: list[int]) -> tuple[tuple[int, int], ...]:
-    """Return sorted numbers as ranges (first, last).
-
-    >>> ranges([0, 1, 2, 7])
-    ((0, 2), (7, 7))
-    """
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return tuple(found)

@@ -21,11 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import as_code
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.models.parts.dropout import GOLDEN, NOISE, token_words, uniform
 from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.passes.loss import Scores, chunked_losses, chunked_scores
-from tpu_experiments.objectives.base import Computing, Rows, Summary
-from tpu_experiments.objectives.masked import CHOSEN, vocabulary_of
+from tpu_experiments.objectives.base import Computing, Objective, Rows, Summary
+from tpu_experiments.objectives.masked import CHOSEN
+from tpu_experiments.objectives.vocabulary import vocabulary_of
 
 SUMS = ("nats", "tokens", "hits", "nats_squared", "nats_tokens", "tokens_squared")
 """Sums over held-out rows; the last three are of the rows' squares and products, for the interval of the mean."""
@@ -41,7 +46,7 @@ class Masking(NamedTuple):
     """Weight of a masked token, 0 of the others, float32."""
 
 
-class MaskedDiffusion:
+class MaskedDiffusion(Objective):
     """Weighted cross-entropy of masked tokens in nats, divided by the number of tokens that could be masked.
 
     Which tokens are masked is a function of the row's random word, as in objectives/masked.py. The words of a batch are
@@ -57,10 +62,13 @@ class MaskedDiffusion:
     spread_draws = True
     causal = False
     takes_tokenizer = True
-    has_scores = False
+    denoises = True
     has_perplexity = False
     has_bound = True
-    head = "causal_lm"
+    words_of_evaluation = (
+        "loss: an upper bound of -log p in nats per token, estimated with one draw of masks for each document; "
+        "accuracy: of masked tokens, at a number of them that is uniform in 1 to all"
+    )
 
     def __init__(
         self,
@@ -82,6 +90,48 @@ class MaskedDiffusion:
         if tokenizer is not None:
             self.mask_id = vocabulary_of(tokenizer, mask_token=mask_token).mask_id
             self.end_id = tokenizer.eos_token_id or 0
+
+    @classmethod
+    def require_fit(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Require the mask token to be none of the chat format's, since it is never predicted.
+
+        Raises:
+            ConfigError: conversations hold it.
+        """
+        token = str(tokenizer.mask_token or cls._mask_token(config))
+        chats = [name for name, source in config.data.items() if source.kind == "chat"]
+        if chats and token in str(tokenizer.chat_template or ""):
+            raise ConfigError(
+                f"objective.mask_token={token}; the chat format writes it into every conversation of data.{chats[0]}, "
+                "and a mask token is never predicted; name a token that no text has, such as a reserved one."
+            )
+
+    @classmethod
+    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+        """Return what the bound is of."""
+        return (
+            f"Over {num_predictions:,} tokens of documents that were not trained on. "
+            "The loss is an upper bound of -log p in nats per token; `perplexity bound` is its exponential, which the "
+            "perplexity does not exceed, with the ends of its 95 % interval. Accuracy is of masked tokens, at a number "
+            "of them that is uniform in 1 to all."
+        )
+
+    @classmethod
+    def lines_of_use(cls, config: Config) -> tuple[list[str], str]:
+        """Return how the class of a causal decoder attends to both sides."""
+        named = cls._mask_token(config)
+        token = f", or {as_code(named)} where it has none" if named else ""
+        return [
+            "# The class is a causal decoder's: a mask that hides nothing, (rows, 1, tokens, tokens), opens it.",
+            "# logits = model(input_ids=ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1])).logits",
+        ], (
+            f"The model predicts masked tokens (the tokenizer's mask token{token}) from both sides, each at its "
+            "own place. The class's `generate` is for causal models and writes nonsense with it."
+        )
+
+    @staticmethod
+    def _mask_token(config: Config) -> str | None:
+        return config.objective.mask_token if isinstance(config.objective, MaskedDiffusionConfig) else None
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of tokens that could be masked."""

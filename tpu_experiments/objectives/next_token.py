@@ -13,11 +13,11 @@ from tpu_experiments.models.passes.forward import (
     target_weights,
 )
 from tpu_experiments.models.passes.loss import Scores, chunked_row_losses, next_token_scores
-from tpu_experiments.objectives.base import Computing, Rows
+from tpu_experiments.objectives.base import Computing, Objective, Rows
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
 
 
-class NextToken:
+class NextToken(Objective):
     """Cross-entropy of the next token in nats, over the tokens to be learnt (`learn`).
 
     Args:
@@ -25,10 +25,7 @@ class NextToken:
             1e-4). Held-out losses are without it.
     """
 
-    draws = False
     has_scores = True
-    causal = True
-    head = "causal_lm"
 
     def __init__(self, *, z_loss: float = 0.0, computing: Computing | None = None) -> None:
         self.z_loss, self.computing = z_loss, computing or Computing()

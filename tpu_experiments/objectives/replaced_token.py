@@ -8,19 +8,22 @@ Legend: R rows, T tokens, K places of a row for its masked tokens, H hidden, V v
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.flops import FlopsPerToken, replaced_token_flops
 from tpu_experiments.models.parts.dropout import NOISE, token_words
 from tpu_experiments.models.parts.float32_gradients import product
 from tpu_experiments.models.passes.gumbel import sampled
 from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.models.replaced_token import GENERATOR, generator_hidden_of, replaced_logits_of
-from tpu_experiments.objectives.base import Computing, Rows, Summary
+from tpu_experiments.objectives.base import Column, Computing, Objective, Rows, Summary
 from tpu_experiments.objectives.masked import RANDOM, Masked
 from tpu_experiments.optim.base import ParameterGroup
 
@@ -50,7 +53,7 @@ class Predictions(NamedTuple):
     """1 at tokens, 0 at padding, float32."""
 
 
-class ReplacedToken:
+class ReplacedToken(Objective):
     """Loss of the generator plus `rtd_weight` times that of the discriminator, each a mean over its own predictions.
 
     Args:
@@ -67,9 +70,12 @@ class ReplacedToken:
     reads_draws = True
     causal = False
     takes_tokenizer = True
-    has_scores = False
     has_perplexity = False
     head = "own"
+    words_of_evaluation = (
+        "loss and accuracy are the discriminator's, of every token but a document's first; precision, recall and "
+        "F1 are of finding the replaced tokens; majority: the accuracy of taking every token for an original"
+    )
 
     def __init__(
         self,
@@ -96,6 +102,14 @@ class ReplacedToken:
         others = tuple(name for name in names if not name.startswith(GENERATOR))
         limit = clip_norm if self.generator_clip_norm is None else self.generator_clip_norm
         return [ParameterGroup(of_generator, limit, self.generator_rate), ParameterGroup(others, clip_norm)]
+
+    @classmethod
+    def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+        """Return the FLOPs of generator and discriminator."""
+        settings = config.objective
+        if not isinstance(settings, ReplacedTokenConfig):
+            return super().flops(config, arch, seq_len=seq_len)
+        return replaced_token_flops(arch, seq_len=seq_len, masked=settings.mask_rate)
 
     def count(self, rows: Rows) -> Tensor:
         """Return the numbers of masked tokens and of tokens, (2,)."""
@@ -126,7 +140,7 @@ class ReplacedToken:
             ]
             return torch.stack([tensor.sum() for tensor in each])
 
-    def detections(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return the discriminator's loss in nats of every token and what it is taken for, at the position before it.
 
         The latter, in the place of hits, is 1 for a token that is taken for replaced, plus 2 for one that is.
@@ -142,6 +156,12 @@ class ReplacedToken:
             ]
             spread = [torch.roll(each_RT, -1, dims=1) for each_RT in weighed]
         return Scores(weighed[0].sum(1), found.tokens_RT.sum(1), *spread)
+
+    def read_hits(self, hits_L: Column, predicted_L: Column) -> tuple[Column, dict[str, list[Column]]]:
+        """Return where the discriminator is right, and what `detection` is measured by (metrics/held_out.py)."""
+        replaced_L, said_L = predicted_L * (hits_L >= 2), predicted_L * (hits_L % 2)
+        columns_L = [predicted_L, replaced_L, said_L, replaced_L * said_L]
+        return predicted_L * (replaced_L == said_L), {"detection": columns_L}
 
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return the loss of both models together, and the measures of each.

@@ -4,6 +4,8 @@ It has factored second moments, update clipping and a relative step size, and fo
 learning rate, no first moment); equal to it, tested.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,8 @@ TINY = torch.finfo(torch.float32).tiny
 class Adafactor:
     """Adafactor with float32 state: a row and a column of a matrix, the full second moment of a vector."""
 
-    def __init__(
-        self, *, weight_decay: float, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float
-    ) -> None:
-        self.weight_decay, self.beta2_decay = weight_decay, beta2_decay
-        self.eps1, self.eps2, self.clip_threshold = eps1, eps2, clip_threshold
+    def __init__(self, *, beta2_decay: float, eps1: float, eps2: float, clip_threshold: float) -> None:
+        self.beta2_decay, self.eps1, self.eps2, self.clip_threshold = beta2_decay, eps1, eps2, clip_threshold
 
     def init(self, parameters: Named) -> State:
         state: State = {"": {"count": torch.zeros(1)}}
@@ -36,7 +35,9 @@ class Adafactor:
                 state[name] = {"variance": torch.zeros(shape, device=p.device)}
         return state
 
-    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+    def update(
+        self, parameters: Named, grads: Named, state: State, *, lr: Tensor, decay: Mapping[str, float]
+    ) -> tuple[dict[str, Tensor], State]:
         count = state[""]["count"] + 1
         keep = 1 - count**self.beta2_decay
         rho = torch.minimum(lr, 1 / count.sqrt())
@@ -49,8 +50,7 @@ class Adafactor:
             update = grads[name] / variance.clamp(min=max(self.eps1**2, TINY)).sqrt()
             clipped = torch.clamp(_rms(update, dims) / self.clip_threshold, min=1.0)
             alpha = torch.clamp(_rms(p, dims), min=self.eps2) * rho
-            decay = self.weight_decay if len(dims) > 1 else 0.0
-            new_parameters[name] = p * (1 - lr * decay) - alpha / clipped * update
+            new_parameters[name] = p * (1 - lr * decay[name]) - alpha / clipped * update
         return new_parameters, new_state
 
     def _variance(self, grad: Tensor, state: dict[str, Tensor], *, keep: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

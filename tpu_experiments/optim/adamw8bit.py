@@ -7,6 +7,8 @@ block's largest, between 0 and the next value, and steps stay within 1.3 times t
 (bitsandbytes' users keep embeddings in 32 bits instead.)
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ MOMENTS = {"first": True, "second": False}
 class AdamW8bit(AdamW):
     """AdamW whose moments are stored as a byte per element and a float32 absmax per block of 256.
 
-    The arithmetic is AdamW's, in float32. Weight decay on parameters of two or more dimensions only.
+    The arithmetic is AdamW's, in float32.
     """
 
     def init(self, parameters: Named) -> State:
@@ -44,12 +46,14 @@ class AdamW8bit(AdamW):
             }
         return state
 
-    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
+    def update(
+        self, parameters: Named, grads: Named, state: State, *, lr: Tensor, decay: Mapping[str, float]
+    ) -> tuple[dict[str, Tensor], State]:
         new_parameters: dict[str, Tensor] = {}
         new_state: State = {"": {"count": state[""]["count"] + 1}}
         for name, p in parameters.items():  # one by one: float32 moments of one parameter exist at a time
             moments = {slot: decoded_slot(state[name], slot, signed=signed) for slot, signed in MOMENTS.items()}
-            moved, made = super().update({name: p}, grads, {"": state[""], name: moments}, lr=lr)
+            moved, made = super().update({name: p}, grads, {"": state[""], name: moments}, lr=lr, decay=decay)
             new_parameters |= moved
             new_state[name] = made[name]
             if _in_8_bits(name, p):

@@ -35,13 +35,20 @@ def own_ndim(name: str, tensor: Tensor) -> int:
 
 
 class Optimizer(Protocol):
-    """An optimizer; the class that `optim._target_` names must implement it."""
+    """An optimizer; the class that `optim._target_` names must implement it, and gets `optim.options` by name."""
 
     def init(self, parameters: Named) -> State:
         """Return the zero float32 state on the parameters' device; on the meta device it has shapes only."""
 
-    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        """Return the new parameters and the new state; `lr` has shape (1,)."""
+    def update(
+        self, parameters: Named, grads: Named, state: State, *, lr: Tensor, decay: Mapping[str, float]
+    ) -> tuple[dict[str, Tensor], State]:
+        """Return the new parameters and the new state.
+
+        Args:
+            lr: learning rate of these parameters, shape (1,); others are updated by another call.
+            decay: weight decay of each parameter per unit of `lr`, 0 of what does not decay.
+        """
 
 
 def global_norm(grads: Named) -> Tensor:

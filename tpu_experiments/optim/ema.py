@@ -1,4 +1,4 @@
-"""Exponential moving average of the parameters, kept in the optimizer's state, around any optimizer.
+"""Exponential moving average of the parameters, kept in the optimizer's state.
 
 The average begins as a copy of the parameters and follows avg <- d avg + (1 - d) p after every update, with
 d = min(decay, (1 + n) / (10 + n)) at update n, as TensorFlow's ExponentialMovingAverage with `num_updates`: otherwise a
@@ -12,34 +12,17 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.optim.base import Named, State
 
 LAG = "average_lag"
 """Slot of every parameter: its average minus itself, float32 in the parameter's shape."""
 
 
-class AveragedOptimizer:
-    """An optimizer whose state also has the average of every parameter."""
-
-    def __init__(self, optimizer: Optimizer, *, decay: float) -> None:
-        self.optimizer, self.decay = optimizer, decay
-
-    def init(self, parameters: Named) -> State:
-        state = self.optimizer.init(parameters)
-        for name, p in parameters.items():
-            state[name] = {**state[name], LAG: torch.zeros_like(p, dtype=torch.float32)}
-        return state
-
-    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        own = {name: {slot: t for slot, t in slots.items() if slot != LAG} for name, slots in state.items()}
-        new_parameters, new_state = self.optimizer.update(parameters, grads, own, lr=lr)
-        num_updates = new_state[""]["count"]
-        decay = torch.clamp((1 + num_updates) / (10 + num_updates), max=self.decay)
-        for name, p in parameters.items():
-            # d avg + (1 - d) p' - p' = d (avg - p'), and avg = lag + p.
-            lag = decay * (state[name][LAG] + (p - new_parameters[name]))
-            new_state[name] = {**new_state[name], LAG: lag}
-        return new_parameters, new_state
+def next_lags(state: State, before: Named, after: Named, *, num_updates: Tensor, decay: float) -> dict[str, Tensor]:
+    """Return the averages minus the parameters after update `num_updates`, shape (1,), from the state before it."""
+    own = torch.clamp((1 + num_updates) / (10 + num_updates), max=decay)
+    # d avg + (1 - d) p' - p' = d (avg - p'), and avg = lag + p.
+    return {name: own * (state[name][LAG] + (p - after[name])) for name, p in before.items()}
 
 
 class Averages(Mapping[str, Tensor]):

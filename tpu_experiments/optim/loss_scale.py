@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tpu_experiments.config.schema import Config
-from tpu_experiments.optim.base import Named, Optimizer, State
+from tpu_experiments.optim.base import State
 
 FIRST = 2.0**16
 """Scale of the first step."""
@@ -21,30 +20,6 @@ GROWTH_STEPS = 2000
 """Updates in a row after which the scale is doubled."""
 SCALE, GOOD = "loss_scale", "good_steps"
 """Slots of the entry `""`, shape (1,). A scale of 0, the initial state of every slot, stands for `FIRST`."""
-
-
-class LossScaled:
-    """An optimizer whose state also has a loss scale, which `training/step.py` applies and adapts."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def init(self, parameters: Named) -> State:
-        """Return the optimizer's zero state and the scale's."""
-        state = self.optimizer.init(parameters)
-        return {**state, "": {**state[""], SCALE: torch.zeros(1), GOOD: torch.zeros(1)}}
-
-    def update(self, parameters: Named, grads: Named, state: State, *, lr: Tensor) -> tuple[dict[str, Tensor], State]:
-        """Update by the optimizer; the scale stays as it is."""
-        own = {name: tensor for name, tensor in state[""].items() if name not in (SCALE, GOOD)}
-        new_parameters, new_state = self.optimizer.update(parameters, grads, {**state, "": own}, lr=lr)
-        kept = {name: state[""][name] for name in (SCALE, GOOD)}
-        return new_parameters, {**new_state, "": {**new_state[""], **kept}}
-
-
-def with_loss_scale(optimizer: Optimizer, config: Config) -> Optimizer:
-    """Return the optimizer, with a loss scale where the model computes in float16."""
-    return LossScaled(optimizer) if config.model.dtype == "float16" else optimizer
 
 
 def scale_of(state: State) -> Tensor | None:

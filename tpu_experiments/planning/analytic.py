@@ -1,19 +1,18 @@
 """Estimates by formulas: FLOPs, memory, and a whole plan where no TPU compiler is available."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.schema import Config
-from tpu_experiments.metrics.flops import recomputes, trainable, trained_flops
+from tpu_experiments.config.schema import STATE_BYTES, Config
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops, recomputes, trainable
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
 from tpu_experiments.planning.work import StepSettings, analytic_memory
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-NOT_ADAMW: tuple[Literal["adamw8bit", "adafactor"], ...] = ("adamw8bit", "adafactor")
-"""Optimizers, by a part of their `_target_`, whose state is not two float32 moments."""
 
 
 def step_settings(config: Config, geometry: Geometry) -> StepSettings:
@@ -27,7 +26,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         lora_rank=config.lora.r,
         targets=tuple(config.lora.targets),
         dora=config.lora.dora,
-        optimizer=next((name for name in NOT_ADAMW if name in config.optim._target_.lower()), "adamw"),
+        state_bytes=STATE_BYTES.get(config.optim._target_) or own_state_bytes(config),
         averaged=config.optim.ema > 0,
         recompute=recomputes(config),
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,
@@ -39,6 +38,28 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         double_quant=config.model.base_double_quant,
         group=config.model.linear_group if config.model.linear == "lr_qat" and config.lora.r else None,
     )
+
+
+def own_state_bytes(config: Config) -> Callable[[tuple[int, ...]], float]:
+    """Return the bytes of the state of one parameter by its shape, as an optimizer of the user's own makes it.
+
+    Only for such a one is torch loaded here.
+
+    Raises:
+        ConfigError: the class cannot be imported, or does not accept its settings.
+    """
+    from tpu_experiments.optim.updates import state_bytes_of
+
+    return state_bytes_of(config)
+
+
+def flops_of(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of the configured training; torch is loaded only where the objective counts them."""
+    if not config.objective.counts_flops:
+        return decoder_flops(config, arch, seq_len=seq_len)
+    from tpu_experiments.objectives.base import trained_flops
+
+    return trained_flops(config, arch, seq_len=seq_len)
 
 
 def estimated_memory(config: Config, arch: Any, *, geometry: Geometry) -> ChipMemory:
@@ -56,7 +77,7 @@ def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime
     """Estimate the seconds of one step at an assumed share of the chip's peak."""
     chip = config.hw.chip
     assert chip is not None
-    flops = trained_flops(config, arch, seq_len=geometry.seq_len)
+    flops = flops_of(config, arch, seq_len=geometry.seq_len)
     tokens = geometry.global_rows * geometry.seq_len / config.hw.num_devices
     return datasheet_time(flops, tokens=tokens, chip=chip, share_of_peak=SHARE_OF_PEAK, method="analytic")
 
@@ -77,7 +98,7 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
         geometry=geometry,
         fits=fits,
         memory=memory,
-        flops=trained_flops(config, arch, seq_len=geometry.seq_len),
+        flops=flops_of(config, arch, seq_len=geometry.seq_len),
         calibration=Calibration(),
         method="analytic",
         shortage=shortage,

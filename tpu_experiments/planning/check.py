@@ -14,7 +14,7 @@ from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import choices
 from tpu_experiments.config.model_schema import MeshConfig, ModelConfig
-from tpu_experiments.config.schema import AdafactorConfig, AdamW8bitConfig, AdamWConfig, Config, TrainerConfig
+from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.planning.analytic import ITEM_BYTES, estimated_memory, largest_stage, step_settings
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
@@ -107,7 +107,6 @@ def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: flo
 
 log = logging.getLogger(__name__)
 STOCK_MODEL, STOCK_TRAINER = ModelConfig._target_, TrainerConfig._target_
-STOCK_OPTIMIZERS = (AdamWConfig._target_, AdamW8bitConfig._target_, AdafactorConfig._target_)
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,8 @@ def formula_finding(config: Config, arch: Any) -> Finding | None:
     """
     stage, memory = largest_stage(config, arch)
     estimate = analytic_memory(arch, step=step_settings(config, stage.geometry))
-    estimate = estimate if is_stock(config) else replace(estimate, optimizer=0.0)
+    if config.trainer._target_ != STOCK_TRAINER:  # it may train with another optimizer
+        estimate = replace(estimate, optimizer=0.0)
     geometry = replace(stage.geometry, accumulation=1) if is_open(config) else stage.geometry
     certain, limit = certain_gib(config, estimate, geometry=geometry), chip_limit_gib(config.hw)
     chip = f"the {limit:.2f} GiB that one program may take of a chip"
@@ -211,11 +211,6 @@ def formula_finding(config: Config, arch: Any) -> Finding | None:
         f"up to 45 % wrong in what is not weights{compiled}",
         "estimated",
     )
-
-
-def is_stock(config: Config) -> bool:
-    """Return whether trainer and optimizer are stock ones, whose state the formulas count."""
-    return config.trainer._target_ == STOCK_TRAINER and config.optim._target_ in STOCK_OPTIMIZERS
 
 
 def certain_gib(config: Config, estimate: MemoryEstimate, *, geometry: Geometry) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.planning.money import Dollars
 from tpu_experiments.planning.plan import Comparison, Plan
@@ -400,13 +401,13 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
     """
     verdict = "fits" if plan.fits else "does **not** fit"
     lines = [
-        f"# {plan.model} on {plan.hw.name}",
+        f"# {for_markdown(f'{plan.model} on {plan.hw.name}')}",
         "",
         f"The step {verdict} ({plan.method}). Every time is an {ESTIMATE}.",
     ]
     lines += ["", f"![memory and step time]({chart})"] if chart else []
     summary = summary_rows(plan, has_tables=True)
-    lines += ["", *_table([("", ""), *((f"**{label}**" if label else "", text) for label, text in summary)])]
+    lines += ["", *_table([("", ""), *summary], is_first_bold=True)]
     if plan.hw.chip:
         facts = asdict(plan.hw.chip)
         lines += ["", "## Chip", "", *_table([("datasheet", ""), *((k, str(v)) for k, v in facts.items())])]
@@ -427,6 +428,9 @@ def plan_markdown(plan: Plan, *, chart: str | None = None) -> str:
     return "\n".join([*lines, "", f"Made with {versions}.{flags}", ""])
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    lines = [markdown_line(row) for row in rows]
+def _table(rows: list[tuple[str, ...]], *, is_first_bold: bool = False) -> list[str]:
+    cells = [[for_markdown(cell) for cell in row] for row in rows]
+    if is_first_bold:
+        cells = [[f"**{first}**" if first else "", *others] for first, *others in cells]
+    lines = [markdown_line(row) for row in cells]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

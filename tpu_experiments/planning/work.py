@@ -4,11 +4,13 @@ FLOPs of a token are in metrics/flops.py, which the run uses too.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpu_experiments.config.recurrence import chunk_of
-from tpu_experiments.config.schema import BLOCK, MIN_ELEMENTS
+from tpu_experiments.config.schema import STATE_BYTES, AdamWConfig
 from tpu_experiments.metrics.flops import Decoder, Recurrent, Trainable, read_decoder
 
 GIB = 2**30
@@ -86,7 +88,8 @@ class StepSettings:
     lora_rank: int = 0
     targets: tuple[str, ...] = ()
     dora: bool = False
-    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
+    state_bytes: Callable[[tuple[int, ...]], float] = STATE_BYTES[AdamWConfig._target_]
+    """Bytes of the optimizer's state of one parameter, by its shape."""
     averaged: bool = False
     """Whether a moving average of the trained parameters is kept (`optim.ema`)."""
     recompute: bool = False
@@ -138,7 +141,9 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
-    trained, moment_bytes = _state(decoder, step=step, split=split)
+    shapes, of_all = trained_shapes(decoder, step=step), split if step.trainable == "full" else 1  # adapters are whole
+    trained = sum(math.prod(shape) * shapes[shape] / (of_all if len(shape) > 1 else 1) for shape in shapes)
+    moment_bytes = sum(step.state_bytes(shape) * shapes[shape] for shape in shapes) / of_all
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
@@ -168,48 +173,25 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     )
 
 
-def _state(decoder: Decoder, *, step: StepSettings, split: int) -> tuple[float, float]:
-    """Return elements per chip that are trained, and bytes of the optimizer's state.
-
-    Matrices are sharded, vectors and adapters are whole.
-    """
+def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, ...], float]:
+    """Return how many trained parameters have each shape; norms and biases count as vectors of `hidden`."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
     if step.trainable == "full":
-        return decoder.matrices / split + decoder.vectors, _moment_bytes(decoder, step.optimizer) / split
-    trained = float(
-        decoder.adapter_parameters(rank=step.lora_rank, targets=step.targets, dora=step.dora, group=step.group)
-    )
-    adapted = decoder.adapted(step.targets)
-    lengths = 8.0 * sum(high for _, high in adapted) if step.dora else 0.0
-    lengths += 8.0 * decoder.learnt_scales(step.targets, group=step.group) if step.group is not None else 0.0
-    if step.optimizer == "adamw":
-        return trained, 8 * trained
-    if step.optimizer == "adamw8bit":
-        return trained, sum(_in_8_bits(step.lora_rank * edge) for pair in adapted for edge in pair) + lengths
-    factored = sum(wide + high + 2 * step.lora_rank + (high if step.dora else 0) for wide, high in adapted)
-    if step.group is not None:
-        factored += sum(high + wide // (step.group or wide) for wide, high in adapted)
-    return trained, 4.0 * factored
-
-
-def _in_8_bits(elements: int) -> float:
-    """Return the bytes of AdamW's moments of one parameter, 8 bits each (optim/adamw8bit.py)."""
-    return 8.0 * elements if elements < MIN_ELEMENTS else 2.0 * elements + 8 * math.ceil(elements / BLOCK)
-
-
-def _moment_bytes(decoder: Decoder, optimizer: str) -> float:
-    """Return the bytes of the optimizer's state over all weights.
-
-    AdamW has two moments, Adafactor rows and columns.
-    """
-    if optimizer == "adamw":
-        return 8.0 * decoder.parameters
-    if optimizer == "adamw8bit":  # a vector is counted as long as the residual stream is wide
-        matrices = [wide * high for wide, high in decoder.projections.values()] * decoder.num_layers
-        matrices += [decoder.embedding] * (1 if decoder.tied else 2)
-        return sum(map(_in_8_bits, matrices)) + _in_8_bits(decoder.hidden) / decoder.hidden * decoder.vectors
-    edges = decoder.num_layers * sum(wide + high for wide, high in decoder.projections.values())
-    heads = 1 if decoder.tied else 2
-    return 4.0 * (edges + heads * (decoder.hidden + decoder.vocab_size) + decoder.vectors)
+        for wide, high in decoder.projections.values():
+            found[high, wide] += decoder.num_layers
+        found[decoder.vocab_size, decoder.hidden] += 1 if decoder.tied else 2
+        rows = (decoder.matrices - int(sum(math.prod(shape) * found[shape] for shape in found))) // decoder.hidden
+        found[rows, decoder.hidden] += rows > 0  # an encoder's further embeddings and the matrix of its head
+        found[(decoder.hidden,)] += decoder.vectors / decoder.hidden
+        return found
+    for wide, high in decoder.adapted(step.targets):
+        found[step.lora_rank, wide] += 1
+        found[high, step.lora_rank] += 1
+        if step.dora:
+            found[(high,)] += 1
+        if step.group is not None:
+            found[high, wide // (step.group or wide)] += 1
+    return found
 
 
 def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:

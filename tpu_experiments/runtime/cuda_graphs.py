@@ -1,7 +1,7 @@
 """Programs of one NVIDIA GPU as CUDA graphs: recorded once, then started by the driver instead of by Python.
 
 A step of a small model is tens of thousands of short operations. Started one by one they take the host 39 us each and
-leave the GPU idle (tests/benchmarks/README.md, "On a GPU"). A recording holds the addresses of what it reads and
+leave the GPU idle (tests/benchmarks/RESULTS.md, "On a GPU"). A recording holds the addresses of what it reads and
 writes, so a batch is copied into the recorded one, and tensors that others replace (`held`) make a new recording
 necessary.
 """

@@ -1,4 +1,4 @@
-"""Operations of a program that runtimes provide: the loop, sharding constraints, host memory, reading a tensor back.
+"""Operations of a program that runtimes provide: the loop, sharding constraints, host memory.
 
 The loop runs over the leading dimension of tensors as one operation. On XLA (`runtime/xla/loop.py`) the body is
 compiled once and runs as a While, so that a program is no longer for more iterations and what lives inside one
@@ -213,25 +213,3 @@ class Folding:
     """Number of parts that the rows of a batch are split into inside one program."""
     in_place: InPlace | None = None
     """None where a program cannot write into a part of a tensor."""
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a program's result on the host; blocks until it is computed."""
-    return host_copy(tensor) if tensor.device.type == "meta" else tensor.cpu()
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a host copy of the whole tensor.
-
-    A tensor on the host is copied too. Blocks until the device is done, and compiles no program, so that it may be
-    called between any two steps.
-    """
-    if tensor.device.type == "meta":  # it stands for an array
-        from tpu_experiments.runtime.tpu.buffers import fetched
-
-        return fetched(tensor.detach())
-    if tensor.device.type != "xla":
-        return tensor.detach().to("cpu", copy=True)
-    from tpu_experiments.runtime.xla.layout import gathered
-
-    return gathered(tensor)

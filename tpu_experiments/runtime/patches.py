@@ -20,7 +20,7 @@ WRITTEN_FOR = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "libtpu":
 ALSO_FIT = {"jax": ("0.7.2",), "libtpu": ("0.0.21.1",)}
 """Further versions that private names were tried with: those of Colab's TPU image, and libtpu's for Python 3.13.
 
-The attention kernels of jax 0.7.2 are 0.7.1's programs (tests/images/test_programs.py).
+The attention kernels of jax 0.7.2 are 0.7.1's programs (tests/images/programs.py).
 """
 TORCHTPU = {"torch": "2.14.1", "torch_tpu": "0.2.0", "jax": "0.12.0.1", "libtpu": "0.0.52"}
 """Versions of the backend of TorchTPU, as in launch/requirements-torchtpu.lock."""

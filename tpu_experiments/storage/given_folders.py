@@ -7,7 +7,7 @@ reads them.
 import json
 from pathlib import Path
 
-from tpu_experiments.config.commands import override_of
+from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.storage import paths
@@ -46,16 +46,21 @@ def require_checkpoint(path: str, *, key: str = "model.path") -> None:
         raise ConfigError(f"{key}={path}; no config.json there; {_of_folder(path, local, key=key)}")
 
 
+def _word(key: str, value: str) -> str:
+    return typed(override_of(key, value))
+
+
 def _of_file(path: str, local: Path, *, key: str) -> str:
     if local.suffix == ".gguf":
         return _of_gguf(path)
-    return f"it is one file, and a checkpoint is a folder with config.json and its weights; write {key}={local.parent}."
+    own = _word(key, str(local.parent))
+    return f"it is one file, and a checkpoint is a folder with config.json and its weights; write {own}."
 
 
 def _of_gguf(path: str) -> str:
     return (
         "GGUF is a form for llama.cpp and cannot be trained on; name the checkpoint in safetensors that it was made "
-        f"of; task=generate task.gguf={path} answers with it."
+        f"of; task=generate {_word('task.gguf', path)} answers with it."
     )
 
 
@@ -63,20 +68,21 @@ def _of_folder(path: str, local: Path, *, key: str) -> str:
     """Return what a folder without config.json is, and what to write instead."""
     if (local / ADAPTER_CONFIG).exists():
         base = _base_of(local / ADAPTER_CONFIG)
-        own = f"{key}={base}" if base else f"{key}= of its base"
-        return f"it is an adapter; to train it on write {own} start.run={path}, to ask it {own} task.adapter={path}."
+        own = _word(key, base) if base else f"{key}= of its base"
+        train, ask = (_word(name, path) for name in ("start.run", "task.adapter"))
+        return f"it is an adapter; to train it on write {own} {train}, to ask it {own} {ask}."
     if (local / "identity.json").exists():
         inside = f"{path.rstrip('/')}/model"
+        train, ask = (_word(name, path) for name in ("start.run", "task.run"))
         if (local / "model" / "config.json").exists():
-            return f"it is a run's folder; write {key}={inside}, or start.run={path} to train it on."
-        train, ask = override_of("start.run", path), override_of("task.run", path)
+            return f"it is a run's folder; write {_word(key, inside)}, or {train} to train it on."
         return f"it is a run's folder; write {train} to train it on, {ask} to ask it."
     ggufs = sorted(local.glob("*.gguf"))
     if ggufs:
         return _of_gguf(str(ggufs[0]))
     below = sorted(folder.parent for folder in (*local.glob("*/config.json"), *local.glob("snapshots/*/config.json")))
     if below:
-        return f"{len(below)} of its folders have one; write for example {key}={below[0]}."
+        return f"{len(below)} of its folders have one; write for example {_word(key, str(below[0]))}."
     return "it is not a Hugging Face checkpoint folder."
 
 
@@ -180,8 +186,8 @@ def no_weights(folder: str, *, weights: str) -> str:
 def _instead_of_run(folder: str, local: Path) -> str:
     runs = sorted(file.parent.name for file in local.glob("*/identity.json")) if local.is_dir() else []
     if runs:
-        return f" It holds {len(runs)}, for example {override_of('task.run', paths.join(folder, runs[0]))}."
-    return f" It is an adapter: write task.adapter={folder}." if (local / ADAPTER_CONFIG).exists() else ""
+        return f" It holds {len(runs)}, for example {_word('task.run', paths.join(folder, runs[0]))}."
+    return f" It is an adapter: write {_word('task.adapter', folder)}." if (local / ADAPTER_CONFIG).exists() else ""
 
 
 def require_start(folder: str) -> None:

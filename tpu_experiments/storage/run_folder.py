@@ -22,7 +22,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length, require_same
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.regular_files import NotRegular
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, given, value_of, with_values
 from tpu_experiments.storage import paths, strict_json
@@ -186,7 +186,8 @@ def with_settings_of_run(config: Config) -> Config:
     Raises:
         ConfigError: the identity of that run is damaged, or has a setting of a wrong kind.
     """
-    has_open_labels = isinstance(config.objective, ClassifyConfig) and config.objective.labels is None
+    assert config.name is not None, "to_config names the run"
+    has_open_labels = config.objective.reads_labels and config.objective.known_labels() is None
     may_differ = is_open(config) or config.tuned == "auto" or has_open_labels
     stored = RunFolder.of(config).stored_identity() if may_differ else None
     if stored is None:

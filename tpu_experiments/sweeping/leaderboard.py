@@ -6,10 +6,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from textwrap import indent
 from typing import Any
 
 from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.config.redaction import redacted, redacted_arguments
 from tpu_experiments.pages.table import markdown_line, right_aligned
 from tpu_experiments.storage import paths, strict_json
@@ -144,6 +146,8 @@ FIGURES = (
     Column("$ spot", "usd_spot", ",.2f"),
 )
 PRICES = ("usd_on_demand", "usd_spot")
+COMMAND = " " * 4
+"""What a line of a command begins with, which makes it code in Markdown."""
 
 
 def cells(rows: Iterable[Row]) -> list[list[str]]:
@@ -167,17 +171,17 @@ def lines(rows: Iterable[Row]) -> list[str]:
 def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
     """Return a page with the table, the best point and commands to continue with it."""
     table = cells(rows)
-    text = [f"# Sweep {name}", "", markdown_line(table[0]), markdown_line(["---:"] * (len(table[0]) - 1) + ["---"])]
-    text += map(markdown_line, table[1:])
+    text = [f"# Sweep {for_markdown(name)}", "", _line(table[0]), _line(["---:"] * (len(table[0]) - 1) + ["---"])]
+    text += map(_line, table[1:])
     units = "Held-out loss in nats per token; seconds are wall time of all lives of a point."
     text += [
         "",
         units,
-        *(f"\n{each}" for each in findings(rows)),
+        *(f"\n{for_markdown(each)}" for each in findings(rows)),
         "",
-        *best(rows, name=name),
+        *(each if each.startswith(COMMAND) else for_markdown(each) for each in best(rows, name=name)),
         "",
-        *(f"    {each}" for each in after(name, folder=folder)),
+        *(indent(each, COMMAND) for each in after(name, folder=folder)),
         "",
     ]
     return "\n".join(text)
@@ -195,7 +199,7 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
         f"Its model: {row.adapter_path}",
         "The same settings as a run of their own:",
         "",
-        f"    {again}",
+        indent(again, COMMAND),
     ]
 
 
@@ -211,7 +215,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 def after(name: str, *, folder: str) -> list[str]:
     """Return the commands that compare all points of the sweep."""
-    compare = command("task=report", override_of("task.runs", [folder]), override_of("name", name))
+    place = override_of("output_dir", paths.folder_of(paths.folder_of(folder)))
+    compare = command("task=report", override_of("task.runs", [folder]), override_of("name", name), place)
     return [compare, shlex.join(["tensorboard", "--logdir", f"{folder}/tensorboard"])]
 
 
@@ -240,3 +245,7 @@ def write(rows: Sequence[Row], *, name: str, folder: str) -> None:
 
 def _shown(value: float | None, *, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _line(values: Sequence[str]) -> str:
+    return markdown_line(list(map(for_markdown, values)))

@@ -25,7 +25,7 @@ MAX_POINTS = 8
 FORMULAS_BELOW = 2.5
 """Factor of the formulas' temporaries (planning/work.py): compiled ones of packs were up to 2.2 times as large."""
 START_SECONDS = 20.0
-"""Seconds of a process before it compiles; assumed (tests/benchmarks/README.md, "Several points in one program")."""
+"""Seconds of a process before it compiles; assumed (tests/benchmarks/RESULTS.md, "Several points in one program")."""
 
 
 def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
-from tpu_experiments.config.errors import ConfigError, failure_of
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.adapters.lora import require_read_by_peft
@@ -25,8 +25,16 @@ from tpu_experiments.models.passes.forward import first_position
 from tpu_experiments.models.sources.build import describe, shapes_of_base
 from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.models.sources.loaded import require_loaded
-from tpu_experiments.objectives.base import Computing, head_of, model_source, objective_of, writes_text
-from tpu_experiments.optim.decay_groups import require_decay_patterns
+from tpu_experiments.objectives.base import (
+    Computing,
+    Objective,
+    model_source,
+    objective_class,
+    objective_of,
+    writes_text,
+)
+from tpu_experiments.optim.facts import require_decay_patterns
+from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
 from tpu_experiments.storage.run_folder import RunFolder
@@ -60,6 +68,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
         ConfigError: something the user can fix; nothing was written.
     """
     check_targets(config)
+    optimizer_of(config)
     check_loggers(config)
     vocab_size = check_model(config)
     require_dense(config)
@@ -111,11 +120,11 @@ def check_targets(config: Config) -> None:
     named = {f"data.{name}": source._target_ for name, source in config.data.items()}
     named |= {f"logger.{name}": logger._target_ for name, logger in config.logger.items()}
     named |= {key: getattr(config, key)._target_ for key in SWAPPED}
-    found = {key: _imported(target, key=key) for key, target in named.items()}
+    found = {key: locate(target, key=key) for key, target in named.items()}
     for key, methods in SWAPPED.items():
         target, kind = named[key], found[key]
-        needed = [name for name in methods if name != "scores" or getattr(kind, "has_scores", True)]
-        lacking = [name for name in needed if not callable(getattr(kind, name, None))]
+        needed = [name for name in methods if name != "scores" or getattr(kind, "has_scores", False)]
+        lacking = [name for name in needed if not _has_own(kind, name)]
         if not isinstance(kind, type) or lacking:
             what = (
                 f"a class without {', '.join(lacking)}"
@@ -125,36 +134,25 @@ def check_targets(config: Config) -> None:
             raise ConfigError(
                 f"{key}._target_={target}; it is {what}; name a class with {', '.join(methods)}, as {key}'s own have."
             )
-    unsaid = [name for name in ("draws", "has_scores") if not isinstance(getattr(found["objective"], name, None), bool)]
-    if unsaid:
+    objective, flags = found["objective"], [name for name, value in vars(Objective).items() if isinstance(value, bool)]
+    wrong = [name for name in flags if not isinstance(getattr(objective, name, False), bool)]
+    if wrong:
         raise ConfigError(
-            f"objective._target_={named['objective']}; its {' and '.join(unsaid)} must be True or False; set it in the "
+            f"objective._target_={named['objective']}; its {' and '.join(wrong)} must be True or False; set it in the "
             "class (tpu_experiments/objectives/base.py says what it means)."
         )
-    causal = getattr(found["objective"], "causal", True)
-    head = getattr(found["objective"], "head", "causal_lm")
-    if not isinstance(causal, bool) or head not in (*HEADS, OWN_HEAD):
+    head = getattr(objective, "head", Objective.head)
+    if head not in (*HEADS, OWN_HEAD):
         raise ConfigError(
-            f"objective._target_={named['objective']}; its causal={causal!r} must be True or False, and its "
-            f"head={head!r} one of {', '.join((*HEADS, OWN_HEAD))}; set them in the class, or leave them out for a "
-            "decoder."
+            f"objective._target_={named['objective']}; its head={head!r} must be one of "
+            f"{', '.join((*HEADS, OWN_HEAD))}; set it in the class, or leave it out for a decoder."
         )
 
 
-def _imported(target: str, *, key: str) -> Any:
-    """Import the object that a `_target_` names.
-
-    Raises:
-        ConfigError: it does not exist, or importing a module of the user's own fails.
-    """
-    try:
-        return locate(target, key=key)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if target.startswith("tpu_experiments."):
-            raise
-        raise ConfigError(f"{key}._target_={target}; {failure_of(error)}") from error
+def _has_own(kind: Any, name: str) -> bool:
+    """Return whether a class has a method that is not the one of `Objective`, which does nothing."""
+    own = getattr(kind, name, None)
+    return callable(own) and own is not getattr(Objective, name, None)
 
 
 def check_loggers(config: Config) -> None:
@@ -204,28 +202,12 @@ def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         ConfigError: one of them does not.
     """
     objective_of(config, Computing(), tokenizer=tokenizer)
-    if isinstance(config.objective, MaskedDiffusionConfig):
-        require_own_mask(config, tokenizer, mask_token=config.objective.mask_token)
+    objective_class(config).require_fit(config, tokenizer)
     if config.questions and not writes_text(config):
         key = next(iter(config.questions.values()))[0]
         raise ConfigError(
             f"{key} with objective={config.objective.name}; questions are asked of causal decoders alone; leave the "
             "questions out."
-        )
-
-
-def require_own_mask(config: Config, tokenizer: PreTrainedTokenizerBase, *, mask_token: str | None) -> None:
-    """Require the mask token of masked diffusion to be none of the chat format's, since it is never predicted.
-
-    Raises:
-        ConfigError: conversations hold it.
-    """
-    token = str(tokenizer.mask_token or mask_token)
-    chats = [name for name, source in config.data.items() if source.kind == "chat"]
-    if chats and token in str(tokenizer.chat_template or ""):
-        raise ConfigError(
-            f"objective.mask_token={token}; the chat format writes it into every conversation of data.{chats[0]}, and "
-            "a mask token is never predicted; name a token that no text has, such as a reserved one."
         )
 
 
@@ -235,7 +217,7 @@ def check_model(config: Config) -> int:
     Raises:
         ConfigError: one of them does not fit the model.
     """
-    if config.lora.r and head_of(config) not in ("causal_lm", CLASSIFIER):
+    if config.lora.r and objective_class(config).head not in ("causal_lm", CLASSIFIER):
         raise ConfigError(
             f"lora.r={config.lora.r} with objective={config.objective.name}; adapters are for decoders, and this "
             "objective trains every weight of its model; use lora=none."

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
 from tpu_experiments.config.folders import cache_folder
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (
     Batch,
@@ -41,7 +41,7 @@ from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
-from tpu_experiments.objectives.base import has_draws, has_spread_draws, samples
+from tpu_experiments.objectives.base import objective_class, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.training.evaluation import host_tensors
@@ -74,7 +74,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         chat_format=config.model.chat_format,
         remote_code=config.model.remote_code,
     )
-    return closing_texts(tokenizer) if isinstance(config.objective, ClassifyConfig) else tokenizer
+    return closing_texts(tokenizer) if config.objective.reads_labels else tokenizer
 
 
 def prepared_folder(config: Config) -> str:
@@ -115,7 +115,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         max_bytes=int(loader.cache_gib * GIB),
         read_ahead_bytes=loader.read_ahead_mib * MIB,
     )
-    labels = config.objective.labels if isinstance(config.objective, ClassifyConfig) else None
+    labels = config.objective.known_labels()
     return Preparation(
         config.prepare,
         folder,
@@ -123,8 +123,9 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         own_readers(config),
         cache if paths.is_remote(folder) else None,
         is_lookup,
-        is_labelled=isinstance(config.objective, ClassifyConfig),
+        is_labelled=config.objective.reads_labels,
         labels=None if labels is None else tuple(labels),
+        arrays=objective_class(config).arrays,
     )
 
 
@@ -395,7 +396,7 @@ def first_mix(config: Config) -> float | None:
 
 def has_noise(config: Config, module: nn.Module) -> bool:
     """Return whether training rows have a random word each: for dropout, of adapters or the model's own, or draws."""
-    return (config.lora.r > 0 and config.lora.dropout > 0) or has_draws(config) or drops_by_rows(module)
+    return (config.lora.r > 0 and config.lora.dropout > 0) or objective_class(config).draws or drops_by_rows(module)
 
 
 def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> Batch:
@@ -403,7 +404,7 @@ def with_step_noise(batch: Batch, stage: int, step: int, *, config: Config) -> B
 
     Words depend on seed, stage, step and the row's index in the global batch: on no device, process or micro-batch.
     """
-    return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=has_spread_draws(config))
+    return with_noise(batch, seed=config.seed, index=stage << 32 | step, is_spread=objective_class(config).spread_draws)
 
 
 def with_noise(batch: Batch, *, seed: int, index: int, is_spread: bool = False) -> Batch:
@@ -447,11 +448,11 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
 
 def with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
     """Yield batches with the same random words in every evaluation, where the objective draws."""
-    if not has_draws(config):
+    if not objective_class(config).draws:
         return batches
     first = HELD_OUT_STREAM + (zlib.crc32(name.encode()) << 24)
     return (
-        with_noise(batch, seed=config.seed, index=first + number, is_spread=has_spread_draws(config))
+        with_noise(batch, seed=config.seed, index=first + number, is_spread=objective_class(config).spread_draws)
         for number, batch in enumerate(batches)
     )
 

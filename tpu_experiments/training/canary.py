@@ -26,12 +26,11 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.adapters.lora import A, B
 from tpu_experiments.models.sources.build import build_model
-from tpu_experiments.objectives.base import groups_of
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.blockwise import decoded
-from tpu_experiments.optim.group_rates import with_group_rates
+from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
-from tpu_experiments.runtime.ops import on_host, python_loop, unconstrained
+from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.training.batches import first_mix, has_noise, stage_rows, training_tensors, with_step_noise
@@ -155,18 +154,19 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
     length = min(batch.ids_GT.shape[1], max(8, trainer.config.trainer.canary.max_tokens // geometry.num_shards))
     row_indices = shard_rows(geometry, world_size=world)
     arrays = {}
-    for name in ("ids_GT", "positions_GT", "segments_GT"):
-        arrays[name] = getattr(batch, name) * 0
+    for name, array in batch.arrays.items():
+        arrays[name] = array * 0
         for number, place in enumerate(row_indices):
             stop = length - number % 4  # rows of different lengths expose a mean over devices instead of tokens
-            arrays[name][place, :stop] = getattr(batch, name)[place, :stop]
-    arrays["learn_GT"] = (arrays["segments_GT"] > 0).astype(batch.learn_GT.dtype)
-    few = {name: array[row_indices, :length] for name, array in arrays.items()}
-    whole = Batch(**arrays, labels=batch.labels)
+            kept = (place, slice(stop))[: array.ndim]
+            arrays[name][kept] = array[kept]
+    arrays["learn"] = (arrays["segments"] > 0).astype(batch.learn_GT.dtype)
+    few = {name: array[(row_indices, slice(length))[: array.ndim]] for name, array in arrays.items()}
+    whole = Batch.of(arrays, labels=batch.labels)
     if has_noise(trainer.config, trainer.model.module):
         whole = with_step_noise(whole, stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[row_indices]
-    return whole, Batch(**few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
+    return whole, Batch.of(few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
 
 
 def shard_rows(geometry: Geometry, *, world_size: int) -> list[int]:
@@ -264,18 +264,15 @@ def step_on_host(model: HostModel, rows: Batch) -> Report:
         host = model.trainer
         config, parameters, stage = host.config, host.parameters, host.inputs.stages[0]
         host.model.module.train()  # with dropout, whose masks equal those on the devices
-        groups = groups_of(host.objective, list(parameters), clip_norm=config.optim.clip_norm)
-        optimizer = with_group_rates(host.build_optimizer(), groups)
+        updates = replace(host.build_updates(parameters), is_scaled=False)
         step = TrainStep(
             host.model.module,
-            optimizer=optimizer,
-            clip_norm=config.optim.clip_norm,
+            updates=updates,
             sum_over_processes=list,
             row_loss=host.row_loss,
             count=host.objective.count,
-            groups=groups,
         )
-        state = zero_state(optimizer, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
+        state = zero_state(updates, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
         _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr, mix=first_mix(config)))
     return Report(float(output.loss), float(output.grad_norm), first_slots(new))

@@ -13,10 +13,10 @@ from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.escaping import as_code, fenced, for_markdown
 from tpu_experiments.config.redaction import redacted_text
-from tpu_experiments.config.schema import ClassifyConfig, Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.export.card import CARD, adapter_code, is_hub_id, part_code, whole_code
 from tpu_experiments.models.huggingface import HEADS
-from tpu_experiments.objectives.base import has_bound, has_perplexity, head_of, writes_text
+from tpu_experiments.objectives.base import objective_class, writes_text
 from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder, config_yaml
@@ -60,19 +60,18 @@ def _metadata(result: Mapping[str, Any], config: Config) -> str:
     """Return the Hub's metadata, with held-out losses as results."""
     is_adapter, is_rounded = config.lora.r > 0, config.model.linear == "lr_qat"
     hub_ids = [source.path for source in config.data.values() if is_hub_id(source.path) and config.data_size == "full"]
-    kind = PIPELINES[head_of(config)]
+    kind = PIPELINES[objective_class(config).head]
     results = [
         EvalResult(kind, name, name, "loss", loss, metric_name="held-out loss, nats per token")
         for name, loss in result["eval_sources"].items()
-        if has_perplexity(config)
+        if objective_class(config).has_perplexity
     ]
-    if isinstance(config.objective, ClassifyConfig):
-        results = [
-            EvalResult(kind, name, name, metric, measured[measure], metric_name=f"held-out {words}")
-            for name, measured in result["eval_source_measures"].items()
-            for measure, metric, words in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1", "macro F1"))
-            if measure in measured
-        ]
+    results += [
+        EvalResult(kind, name, name, metric, measured[measure], metric_name=f"held-out {words}")
+        for name, measured in result["eval_source_measures"].items()
+        for measure, metric, words in objective_class(config).metrics_of_card
+        if measure in measured
+    ]
     data = ModelCardData(
         base_model=config.model.path if is_hub_id(config.model.path) and config.model.size == "full" else None,
         library_name=None if is_rounded else "peft" if is_adapter else "transformers",
@@ -118,13 +117,13 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
     if result.get("parts"):
         code = [line for part in result["parts"].values() for line in part_code(part, dtype=dtype)]
     elif config.lora.r == 0:
-        head = HEADS.get(head_of(config))
+        head = HEADS.get(objective_class(config).head)
         code = whole_code(place, dtype=dtype, options=trust, auto=head.auto.__name__ if head else "AutoModel")
     else:
-        labels = config.objective.labels if isinstance(config.objective, ClassifyConfig) else None
+        labels = config.objective.known_labels()
         code = adapter_code(
             place,
-            auto=HEADS[head_of(config)].auto.__name__,
+            auto=HEADS[objective_class(config).head].auto.__name__,
             of_base="" if labels is None else f", id2label={dict(enumerate(labels))!r}",
             base=result.get("base_path") or config.model.path,
             dtype=dtype,
@@ -132,18 +131,8 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
             double_quant=config.model.base_double_quant,
             trust=trust,
         )
-    if isinstance(config.objective, MaskedDiffusionConfig):
-        code += [
-            "# The class is a causal decoder's: a mask that hides nothing, (rows, 1, tokens, tokens), opens it.",
-            "# logits = model(input_ids=ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1])).logits",
-        ]
-    text = fenced("\n".join(code), language="python")
-    if isinstance(config.objective, MaskedDiffusionConfig):
-        token = f", or {as_code(config.objective.mask_token)} where it has none" if config.objective.mask_token else ""
-        text += (
-            f"\n\nThe model predicts masked tokens (the tokenizer's mask token{token}) from both sides, each at its "
-            "own place. The class's `generate` is for causal models and writes nonsense with it."
-        )
+    lines, paragraph = objective_class(config).lines_of_use(config)
+    text = fenced("\n".join(code + lines), language="python") + (f"\n\n{paragraph}" if paragraph else "")
     if trust:
         text += (
             f"\n\nTrained with `model.remote_code=run`: Python code that {as_code(config.model.path)} brings was "
@@ -153,19 +142,9 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
 
 
 def _results(result: Mapping[str, Any], config: Config) -> str:
-    if isinstance(config.objective, ClassifyConfig):
-        return f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} texts that were not trained on. Labels: " + (
-            ", ".join(map(as_code, config.objective.labels or ()))
-        )
-    if has_bound(config):
-        return (
-            f"{_own_measures(result)}\n\nOver {result['eval_tokens']:,} tokens of documents that were not trained on. "
-            "The loss is an upper bound of -log p in nats per token; `perplexity bound` is its exponential, which the "
-            "perplexity does not exceed, with the ends of its 95 % interval. Accuracy is of masked tokens, at a number "
-            "of them that is uniform in 1 to all."
-        )
-    if not has_perplexity(config):
-        return _own_measures(result)
+    if not objective_class(config).has_perplexity:
+        words = objective_class(config).words_of_results(config, result["eval_tokens"])
+        return "\n\n".join(filter(None, (_own_measures(result), words)))
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]
     measures = {side: dict(result[f"eval_source_measures{side}"]) for side in ("_before", "")}

@@ -24,6 +24,7 @@ from tpu_experiments.config.schema import SampleConfig
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.batches import Batch as HostBatch
 from tpu_experiments.data.held_out import HeldOut
+from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
@@ -40,11 +41,11 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.models.passes.gumbel import sampled
 from tpu_experiments.models.passes.loss import TokenScores
-from tpu_experiments.objectives.base import Measured
+from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.ops import host_copy, on_host
-from tpu_experiments.training.step import ROW_TENSORS, RowLoss
+from tpu_experiments.runtime.host_copies import host_copy, on_host
+from tpu_experiments.training.step import RowLoss
 
 WORDS = "words"
 """Key of a sampler's random words among its program's tensors, one for each row."""
@@ -125,7 +126,7 @@ class Evaluator:
         token_scores: TokenScores | None = None,
         widths: Widths | None = None,
         draws: bool = False,
-        measured: Measured | None = None,
+        measured: Objective | None = None,
         between: BetweenBatches = lambda: None,
     ) -> None:
         """Create the evaluator; without `token_scores` and `measured` it reports the loss alone.
@@ -142,8 +143,8 @@ class Evaluator:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Return the names of the program's inputs, int32: (rows, T) each, `noise` (rows,)."""
-        names = ROW_TENSORS if self.token_scores is None else (*ROW_TENSORS, TEXT)
+        """Return the names of the program's inputs beside further arrays, int32: (rows, T) each, `noise` (rows,)."""
+        names = TOKEN_ARRAYS if self.token_scores is None else (*TOKEN_ARRAYS, TEXT)
         return (*names, NOISE) if self.draws else names
 
     def run(self, batches: Mapping[str, Iterable[HostBatch]]) -> Evaluation:
@@ -176,8 +177,9 @@ class Evaluator:
             parts = {source: part for source, part in parts.items() if math.isfinite(part.loss)}
             losses = {source: part.loss for source, part in parts.items()}
             measures = {source: part.measures for source, part in parts.items()}
-            how = {"has_perplexity": getattr(self.measured, "has_perplexity", True)}
-            return Evaluation(whole.loss, whole.num_predictions, losses, whole.measures, measures, **how)
+            return Evaluation(
+                whole.loss, whole.num_predictions, losses, whole.measures, measures, self.measured.has_perplexity
+            )
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(
             float(overall[0] / overall[1]),
@@ -248,16 +250,11 @@ def _length(batches: Mapping[str, Iterable[HostBatch]]) -> int | None:
 
 
 def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
-    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each.
+    """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each, and the further arrays of the rows.
 
     `noise` (rows,) is added where the batch has it.
     """
-    tensors = {
-        "ids": torch.from_numpy(batch.ids_GT),
-        "learn": torch.from_numpy(batch.learn_GT),
-        "positions": torch.from_numpy(batch.positions_GT),
-        "segments": torch.from_numpy(batch.segments_GT),
-    }
+    tensors = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     return tensors if batch.noise_G is None else tensors | {NOISE: torch.from_numpy(batch.noise_G)}
 
 

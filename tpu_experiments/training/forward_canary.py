@@ -9,7 +9,7 @@ compile another program than the run's, which takes longer than the whole model'
 What rounding may change is computed, not assumed: the host repeats its losses with inputs and outputs of all modules
 rounded as the device rounds. `STOP` times that difference is the limit, for random weights and trained ones, for two
 layers and for eighty, and where rounding decides (routers, quantised inputs). It is 1 for a device that rounds as
-often; tests/benchmarks/README.md has what was measured, of right programs and of wrong ones.
+often; tests/benchmarks/RESULTS.md has what was measured, of right programs and of wrong ones.
 """
 
 import copy
@@ -57,10 +57,11 @@ LOSS_BITS = 22
 
 
 class Document(NamedTuple):
-    """Token ids (L,) of a held-out document as it is packed, and which of them are learnt."""
+    """Token ids (L,) of a held-out document as it is packed, which of them are learnt, and further arrays of tokens."""
 
     ids: NDArray[np.int32]
     learn: NDArray[np.int32]
+    more: dict[str, NDArray[Any]]
 
 
 @dataclass
@@ -130,7 +131,7 @@ def check_losses(trainer: "Trainer", model: HostModel) -> dict[str, Any] | None:
     findings, fault = None, ""
     if trainer.runtime.rank == 0:
         expected, expected_tokens, rounded = losses_on_host(model, rows)
-        findings = LossFindings(found, expected, rounded, getattr(trainer.objective, "reads_draws", False))
+        findings = LossFindings(found, expected, rounded, trainer.objective.reads_draws)
         if tokens != expected_tokens:
             fault = f"it predicts {_counts(tokens)} tokens of {len(rows)} rows and the host {_counts(expected_tokens)}"
         elif not findings.ratio <= STOP:
@@ -174,7 +175,7 @@ def probe_rows(trainer: "Trainer") -> list[Batch]:
     documents, batch = cycle(held_out_documents(trainer)), _first_batch(trainer)
     rows = []
     for number, (length, first) in enumerate(_lengths(trainer, longest=batch.ids_GT.shape[1])):
-        arrays = _no_rows((1, length))
+        arrays = _no_rows((1, length), like=batch)
         start, end, segment = 0, length - PADDING - number, 0
         while not segment or end - start >= SMALLEST:
             document, left = next(documents), end - start
@@ -182,11 +183,12 @@ def probe_rows(trainer: "Trainer") -> list[Batch]:
             size, segment = min(wanted, left, len(document.ids)), segment + 1
             kept = np.r_[0, len(document.ids) - size + 1 : len(document.ids)]
             place = (0, slice(start, start + size))
-            arrays["ids_GT"][place], arrays["learn_GT"][place] = document.ids[kept], document.learn[kept]
-            arrays["positions_GT"][place], arrays["segments_GT"][place] = np.arange(size), segment
+            for name, own in {"ids": document.ids, "learn": document.learn, **document.more}.items():
+                arrays[name][place] = own[kept]
+            arrays["positions"][place], arrays["segments"][place] = np.arange(size), segment
             start += size
         noise = None if batch.noise_G is None else batch.noise_G[[number % batch.num_rows]]
-        rows.append(Batch(**arrays, labels=[f"canary:{number}"], noise_G=noise))
+        rows.append(Batch.of(arrays, labels=[f"canary:{number}"], noise_G=noise))
     return rows
 
 
@@ -207,11 +209,13 @@ def held_out_documents(trainer: "Trainer") -> list[Document]:
     found = []
     for batches in trainer.held_out.values():
         for batch in batches:
-            for ids, learn, segments in zip(batch.ids_GT, batch.learn_GT, batch.segments_GT, strict=True):
+            of_tokens = {name: array for name, array in batch.more.items() if array.ndim == 2}
+            for row, segments in enumerate(batch.segments_GT):
                 for segment in range(1, int(segments.max(initial=0)) + 1):
-                    place = segments == segment
-                    if learn[place][1:].any():
-                        found.append(Document(ids[place], learn[place]))
+                    place = (row, segments == segment)
+                    if batch.learn_GT[place][1:].any():
+                        more = {name: array[place] for name, array in of_tokens.items()}
+                        found.append(Document(batch.ids_GT[place], batch.learn_GT[place], more))
     return sorted(found, key=lambda document: -len(document.ids))
 
 
@@ -219,18 +223,18 @@ def _first_batch(trainer: "Trainer") -> Batch:
     return next(batch for batches in trainer.held_out.values() for batch in batches)
 
 
-def _no_rows(shape: tuple[int, ...]) -> dict[str, NDArray[np.int32]]:
-    return {name: np.zeros(shape, np.int32) for name in ("ids_GT", "learn_GT", "positions_GT", "segments_GT")}
+def _no_rows(shape: tuple[int, ...], *, like: Batch) -> dict[str, NDArray[Any]]:
+    return {name: np.zeros(shape[: array.ndim], array.dtype) for name, array in like.arrays.items()}
 
 
 def _in_shape(row: Batch, shape: tuple[int, ...], *, place: int) -> Batch:
     """Return a batch of padding (G, T) with a row at a place."""
-    arrays = _no_rows(shape)
-    for name, array in arrays.items():
-        array[place, : row.ids_GT.shape[1]] = getattr(row, name)[0]
+    arrays = _no_rows(shape, like=row)
+    for name, own in row.arrays.items():
+        arrays[name][(place, slice(row.ids_GT.shape[1]))[: own.ndim]] = own[0]
     labels = [PADDING_LABEL] * shape[0]
     labels[place] = row.labels[0]
-    return Batch(**arrays, labels=labels, noise_G=None if row.noise_G is None else np.repeat(row.noise_G, shape[0]))
+    return Batch.of(arrays, labels=labels, noise_G=None if row.noise_G is None else np.repeat(row.noise_G, shape[0]))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import (
     AnswerTaskConfig,
     EvaluateTaskConfig,
@@ -155,8 +155,7 @@ def _require_source(config: Config, name: str) -> None:
     source = config.data[name]
     if source._target_ != DataSourceConfig._target_:
         return
-    is_labelled = isinstance(config.objective, ClassifyConfig)
-    spec = spec_of(name, source, data_size=config.data_size, is_labelled=is_labelled)
+    spec = spec_of(name, source, data_size=config.data_size, is_labelled=config.objective.reads_labels)
     require_present(spec)
     for key in ("eval_path", "test_path"):
         path = getattr(spec, key)

@@ -24,7 +24,7 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.metrics.flops import FlopsPerToken, utilisation
 from tpu_experiments.optim.loss_scale import LEAST
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.ops import on_host
+from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.training.step import StepOutput
 
 # ---- step reports -------------------------------------------------------------------------------------------

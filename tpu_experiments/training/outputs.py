@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
+from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.config.model_schema import rounded_settings
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.findings import Finding, audit_findings
@@ -33,7 +34,7 @@ from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.sources.build import BuiltModel
-from tpu_experiments.objectives.base import has_perplexity, writes_text
+from tpu_experiments.objectives.base import objective_class, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
@@ -97,13 +98,15 @@ def write_plan(folder: RunFolder, estimates: PlanEstimates) -> None:
 def estimates_text(estimates: PlanEstimates) -> str:
     """Return the plan's figures as Markdown."""
     if estimates.source is None:
-        return f"No plan: {estimates.reason}.\n"
-    lines = [f"Plan: {estimates.source}{f' ({estimates.file})' if estimates.file else ''}", ""]
-    lines += [f"- stage {name}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()]
+        return f"No plan: {for_markdown(estimates.reason)}.\n"
+    lines = [f"Plan: {estimates.source}{f' ({for_markdown(estimates.file)})' if estimates.file else ''}", ""]
+    lines += [
+        f"- stage {for_markdown(name)}: {seconds:.3g} s a step" for name, seconds in estimates.step_seconds.items()
+    ]
     lines += (
         [f"- {estimates.hbm_gib:.2f} GiB per chip are resident between steps"] if estimates.hbm_gib is not None else []
     )
-    lines += [f"- {estimates.reason}"] if estimates.reason else []
+    lines += [f"- {for_markdown(estimates.reason)}"] if estimates.reason else []
     return "\n".join(lines) + "\n"
 
 
@@ -201,7 +204,11 @@ class RunOutputs:
             return
         values = {
             "train/loss": reading.mean_loss,
-            **({"train/perplexity": perplexity(reading.mean_loss)} if has_perplexity(self.config) else {}),
+            **(
+                {"train/perplexity": perplexity(reading.mean_loss)}
+                if objective_class(self.config).has_perplexity
+                else {}
+            ),
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
@@ -234,7 +241,7 @@ class RunOutputs:
         if self.loggers is None:
             return
         values = {"train/epoch": float(record.epoch), "train/epoch_loss": record.loss}
-        if has_perplexity(self.config):
+        if objective_class(self.config).has_perplexity:
             values["train/epoch_perplexity"] = perplexity(record.loss)
         self._scalars(step, values)
         log.info("step %d, epoch %d: mean train loss %.4f", step, record.epoch, record.loss)

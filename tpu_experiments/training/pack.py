@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.models.adapters.lora import LoraLinear, ParameterReport, drawn_adapters, fingerprints, scale_of
-from tpu_experiments.models.adapters.packed import Chosen, joined_rows, packed, rows_of_each
+from tpu_experiments.models.adapters.lora import ParameterReport, drawn_adapters, fingerprints, scale_of
+from tpu_experiments.models.adapters.packed import Chosen, joined_rows, packed, rows_of_each, split_over
 from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS, threshold_of
 from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.optim.base import State
@@ -63,10 +63,6 @@ class PackedStep:
             num_shards: devices that the rows are split over.
         """
         self.module, self.steps, self.num_shards = module, steps, num_shards
-        for part in module.modules():
-            if isinstance(part, LoraLinear):
-                part.row_shards = num_shards
-                part.input_heads = part.output_heads = 0  # K adapters multiply features
 
     def __call__(
         self,
@@ -121,7 +117,8 @@ class PackedStep:
 
         xs = tuple(joined_rows([batch[key] for batch in own], num_shards=self.num_shards) for key in keys)
         values = tuple(tensor for each in parameters for tensor in each.values())
-        grads, sums_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
+        with split_over(self.num_shards):
+            grads, sums_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
         by_adapter = [grads[k * len(names) : (k + 1) * len(names)] for k in range(num)]
         return by_adapter, [sums_ARK[:, :, k] for k in range(num)]
 
@@ -280,7 +277,12 @@ class Pack:
                 return tensor if is_adapter_part(name) else runtime.place(tensor, name=name)
 
             self.base = build_model(
-                trainer.model_source(), lora=self.lora, seed=config.seed, place=place, folding=runtime.folding
+                trainer.model_source(),
+                lora=self.lora,
+                seed=config.seed,
+                place=place,
+                folding=runtime.folding,
+                is_packed=True,
             )
         require_packable(self.base)
         marks: dict[str, str] = {}

@@ -6,10 +6,10 @@ from typing import Any
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.model_schema import rounded_settings
-from tpu_experiments.config.schema import Config, OwnObjectiveConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.result import peak_host_rss_gib
 from tpu_experiments.models.adapters.lora import ParameterReport
-from tpu_experiments.objectives.base import has_perplexity, writes_text
+from tpu_experiments.objectives.base import objective_class, writes_text
 from tpu_experiments.runtime.base import Counters
 from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluation import Evaluation
@@ -50,11 +50,11 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "data_audit": progress.data,
         "start": progress.start,
         "hw": config.hw.name,
-        "stages": [_stage(record, is_perplexity=has_perplexity(config)) for record in progress.stages],
+        "stages": [_stage(record, is_perplexity=objective_class(config).has_perplexity) for record in progress.stages],
         **_quality(ending),
         "writes_text": writes_text(config),
-        **({} if has_perplexity(config) else {"has_perplexity": False}),
-        **({"has_own_objective": True} if isinstance(config.objective, OwnObjectiveConfig) else {}),
+        **({} if objective_class(config).has_perplexity else {"has_perplexity": False}),
+        **({"has_own_objective": True} if config.objective.is_own else {}),
         **({"rounded": rounded} if (rounded := rounded_settings(config.model)) else {}),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tpu_experiments.config.defaults import AUTO, SMALL_STEP_TOKENS, Lengths, Rows, is_open, rows_of, with_lengths
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.prepare import labels_of, lengths_of
 from tpu_experiments.data.prepared import NotPrepared
 from tpu_experiments.data.steps.labels import LABELS_SHOWN, labels_of_training
@@ -65,7 +65,7 @@ def with_labels(config: Config, *, is_lookup: bool) -> Config:
         ConfigError: a source cannot be read, or has less than two labels; never with `is_lookup`.
     """
     objective = config.objective
-    if not isinstance(objective, ClassifyConfig) or objective.labels is not None:
+    if not objective.reads_labels or objective.known_labels() is not None:
         return config
     try:
         counts = labels_of(
@@ -81,7 +81,7 @@ def with_labels(config: Config, *, is_lookup: bool) -> Config:
         log.warning("two labels, assumed until the data is prepared: %s", why)
         return config
     log.info("%d labels: %s", len(labels), ", ".join(labels[:LABELS_SHOWN]))
-    return replace(config, objective=replace(objective, labels=labels))
+    return replace(config, objective=objective.with_labels(labels))
 
 
 def rows_text(rows: Rows) -> str:

@@ -33,8 +33,7 @@ from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.models.adapters.lora import fingerprint, scale_of
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.optim.base import State
-from tpu_experiments.optim.build import optimizer_of
-from tpu_experiments.optim.loss_scale import with_loss_scale
+from tpu_experiments.optim.updates import updates_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
@@ -379,7 +378,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         assert point.step is not None, "`_checkpoint_or_export` gives it"
         wanted = {PARAMETERS: parameters}
         if point.take == "all" and config.trainer._target_ == TrainerConfig._target_:
-            wanted[OPTIMIZER] = flat(with_loss_scale(optimizer_of(config), config).init(parameters))
+            wanted[OPTIMIZER] = flat(updates_of(config, parameters).init(parameters))
 
         def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():

@@ -19,15 +19,15 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.metrics.norms import changes, group_norms
 from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters
 from tpu_experiments.models.parts.bitnet import MIX, ternary_shares
 from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS
 from tpu_experiments.objectives.base import Computing, Rows
-from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
-from tpu_experiments.optim.base import Optimizer, ParameterGroup, State, clip, global_norm
+from tpu_experiments.optim.base import State, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
-from tpu_experiments.optim.stage_decay import DECAY, with_decay
+from tpu_experiments.optim.updates import DECAY, Updates, with_decay
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
@@ -92,7 +92,8 @@ RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor
 Count = Callable[[Rows], Tensor]
 """(rows (R, T)) to the number of predictions that their loss is the sum over, shape (); with parts (G,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
-ROW_TENSORS = ("ids", "learn", "positions", "segments")
+OF_THE_STEP = ("lr", ACTIVE, TRAINS, DECAY)
+"""Tensors of a batch that are not of its rows."""
 
 
 @dataclass
@@ -137,27 +138,22 @@ class TrainStep:
         self,
         module: nn.Module,
         *,
-        optimizer: Optimizer,
-        clip_norm: float | None,
+        updates: Updates,
         sum_over_processes: SumOverProcesses,
-        row_loss: RowLoss = next_token_loss,
-        count: Count = count_next_tokens,
+        row_loss: RowLoss,
+        count: Count,
         loop: Loop = python_loop,
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
         ternary: Sequence[str] = (),
-        groups: Sequence[ParameterGroup] = (),
     ) -> None:
         """Take the parts of a step.
 
         Args:
             ternary: weights whose codes are counted by layer.
-            groups: parameters that are clipped apart, each with its own limit, in the place of `clip_norm`; together
-                they have all parameters.
         """
-        self.groups = groups
         self.norm_groups, self.ternary = norm_groups, ternary
-        self.module, self.optimizer, self.clip_norm = module, optimizer, clip_norm
+        self.module, self.updates = module, updates
         self.sum_over_processes, self.row_loss, self.count = sum_over_processes, row_loss, count
         self.loop, self.constrain = loop, constrain
 
@@ -218,9 +214,8 @@ class TrainStep:
             named |= {name: torch.where(mask, named[name], 0.0) for name, mask in chosen.items()}
             norm = global_norm(named)
             state = with_decay(state, batch[DECAY]) if DECAY in batch else state
-            new_parameters, new_state = self.optimizer.update(
-                parameters, self.clipped(named, norm=norm), state, lr=batch["lr"]
-            )
+            clipped = self.updates.clipped(named, norm=norm)
+            new_parameters, new_state = self.updates.update(parameters, clipped, state, lr=batch["lr"])
             # Loss and norm are sums over all processes and devices, so either all of them update or none does. XLA
             # fuses the `where` into the update's loops, so it costs no pass over memory.
             is_finite = finite(loss) & finite(norm)
@@ -239,16 +234,6 @@ class TrainStep:
             # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
             row_losses_AR = self.constrain(row_losses_AR, axes=())
         return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, shares, scale)
-
-    def clipped(self, grads: Mapping[str, Tensor], *, norm: Tensor) -> Mapping[str, Tensor]:
-        """Return the gradients scaled to at most the limit of all of them, or of each group; `norm` is that of all."""
-        if not self.groups:
-            return clip(grads, norm=norm, limit=self.clip_norm)
-        found: dict[str, Tensor] = {}
-        for group in self.groups:
-            own = {name: grads[name] for name in group.names}
-            found |= clip(own, norm=global_norm(own), limit=group.clip_norm)
-        return {name: found[name] for name in grads}
 
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
@@ -314,7 +299,9 @@ def mean_loss(sums: Tensor, total: Tensor) -> Tensor:
 
 def row_tensors(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of a batch's tensors that have an entry for every row."""
-    return (*ROW_TENSORS, *(name for name in (NOISE, THRESHOLDS, MIX) if name in batch))
+    known = (*TOKEN_ARRAYS, NOISE, THRESHOLDS, MIX)
+    further = (name for name in batch if name not in known and name not in OF_THE_STEP)
+    return (*(name for name in known if name in batch), *further)
 
 
 def finite(x: Tensor) -> Tensor:

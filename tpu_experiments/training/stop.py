@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from tpu_experiments.runtime.processes import stopping
@@ -46,18 +47,23 @@ class StopFlag:
         """End the process once the grace period is over, if the work has not come to an end and `may_end` says so.
 
         Python runs no signal handler while the main thread waits for a compiler or a device; the wake-up pipe is
-        written to all the same. Call it in the main thread of a run that is one process.
+        written to all the same. Call it in the main thread of the process that writes, in a run on one machine; with
+        it end its other processes.
         """
-        if stopping.joined() is not None or threading.current_thread() is not threading.main_thread():
+        joined = stopping.joined()
+        if joined is not None:
+            asked = joined[0].wait
+        elif threading.current_thread() is threading.main_thread():
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            asked = partial(_wait_for_signal, reading)
+        else:
             return
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._end, args=(reading, may_end), name="stuck", daemon=True).start()
+        threading.Thread(target=self._end, args=(asked, may_end), name="stuck", daemon=True).start()
 
-    def _end(self, reading: int, may_end: Callable[[], bool]) -> None:
-        while not set(os.read(reading, 64)) & set(stopping.SIGNALS):
-            pass
+    def _end(self, asked: Callable[[], None], may_end: Callable[[], bool]) -> None:
+        asked()
         time.sleep(self.grace.seconds)
         while not may_end() or self.grace.is_leaving:
             time.sleep(1.0)
@@ -95,6 +101,12 @@ class StopFlag:
         if self._requested_at is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.request()
+
+
+def _wait_for_signal(reading: int) -> None:
+    """Return after the wake-up pipe has had a signal that asks to stop."""
+    while not set(os.read(reading, 64)) & set(stopping.SIGNALS):
+        pass
 
 
 @contextmanager

@@ -48,20 +48,18 @@ from tpu_experiments.models.sources.loaded import fault_of_written
 from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
     Objective,
-    groups_of,
     measured_by,
     model_source,
+    objective_class,
     objective_of,
     samples,
     writes_text,
 )
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.optim.build import optimizer_of
 from tpu_experiments.optim.ema import LAG, Averages
-from tpu_experiments.optim.group_rates import with_group_rates
-from tpu_experiments.optim.loss_scale import with_loss_scale
+from tpu_experiments.optim.updates import Updates, optimizer_of, updates_of
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
-from tpu_experiments.runtime.ops import host_copy
+from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.runtime.stacked import is_stack, stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.spool import Mirror
@@ -209,7 +207,7 @@ class Trainer:
         return objective_of(self.config, how, tokenizer=self.inputs.tokenizer)
 
     def build_optimizer(self) -> Optimizer:
-        """Create the optimizer named by `optim._target_`, with the settings of `optim`."""
+        """Create the optimizer named by `optim._target_`; rates, decay and clipping are none of its own."""
         return optimizer_of(self.config)
 
     def evaluate(self) -> Evaluation:
@@ -250,19 +248,21 @@ class Trainer:
         self.model = self.seat.build(self) if self.seat is not None else self.built_alone()
         self.model.module.train()
         self.parameters = self.model.trainable
-        groups = groups_of(self.objective, list(self.parameters), clip_norm=config.optim.clip_norm)
-        self.optimizer = with_loss_scale(with_group_rates(self.build_optimizer(), groups), config)
+        self.updates = self.build_updates(self.parameters)
         self.state = self.fresh_state()
         self.norm_groups = grouped(list(self.parameters)) if config.trainer.norms_every_steps else {}
         self.ternary = ternary_weights(self.model.module) if config.trainer.norms_every_steps else []
         lengths = {stage.geometry.seq_len for stage in self.inputs.stages}
         recomputed = any(map(is_stack, self.parameters)) or is_recomputed(self.model.module)
-        flops = flops_by_length(config, self.model.source.config, seq_lens=lengths, is_recomputed=recomputed)
+        flops = flops_by_length(
+            lambda length: objective_class(config).flops(config, self.model.source.config, seq_len=length),
+            seq_lens=lengths,
+            is_recomputed=recomputed,
+        )
         self.meters = Meters(runtime, config.hw, flops)
         self.step = TrainStep(
             self.model.module,
-            optimizer=self.optimizer,
-            clip_norm=config.optim.clip_norm,
+            updates=self.updates,
             sum_over_processes=runtime.sum_over_processes,
             row_loss=self.row_loss,
             count=self.objective.count,
@@ -270,7 +270,6 @@ class Trainer:
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
             ternary=self.ternary,
-            groups=groups,
         )
         if self.seat is None:
             self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
@@ -395,13 +394,18 @@ class Trainer:
         if fault is not None:
             raise UnprovenError(fault)
 
+    def build_updates(self, parameters: Mapping[str, Tensor]) -> Updates:
+        """Return the optimizer with the facts of every parameter."""
+        groups = self.objective.parameter_groups(list(parameters), clip_norm=self.config.optim.clip_norm)
+        return updates_of(self.config, parameters, optimizer=self.build_optimizer(), groups=groups)
+
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
         return model_source(self.config)
 
     def fresh_state(self) -> State:
         """Return zero optimizer state, each slot placed as its parameter."""
-        return zero_state(self.optimizer, self.parameters, zeros=self.runtime.zeros)
+        return zero_state(self.updates, self.parameters, zeros=self.runtime.zeros)
 
     @cached_property
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
@@ -445,7 +449,7 @@ class Trainer:
     def run(self) -> None:
         """Load, evaluate, train every stage, evaluate, export."""
         self.stop.install()
-        if self.runtime.world_size == 1 and self.seat is None:
+        if self.runtime.hosts.size == 1 and self.runtime.rank == 0 and self.seat is None:
             self.stop.end_where_stuck(self.has_saved)
         with self.watch.measure("load"):
             self.build()

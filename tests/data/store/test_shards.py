@@ -3,6 +3,7 @@ import os
 import pickle
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.data.row_samples import assert_same, random_rows
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.rows import Rows, empty, padding
+from tpu_experiments.data.batches import StageRows
+from tpu_experiments.data.rows import Array, Rows, empty, padding
 from tpu_experiments.data.store import stream
 from tpu_experiments.data.store.shards import RowStore, decode_rows, encode_rows, row_dtype, verify_shard, write_shard
 from tpu_experiments.storage import paths
@@ -59,6 +61,31 @@ def test_records_give_the_rows_back(num_rows, seq_len, vocab_size, pad_id, seed)
     records = encode_rows(rows, dtype=row_dtype(seq_len, vocab_size=vocab_size))
     assert records.shape == (num_rows,)
     assert_same(decode_rows(records, pad_id=pad_id), rows)
+
+
+def test_further_arrays_travel_with_their_rows(folder):
+    """Through shards, a store, an epoch's order, a process's share and padding; a part without one has zeros."""
+    arrays = (Array("label", "int32", per="token"), Array("reference", "float32", per="row"))
+    dtype = row_dtype(SEQ_LEN, vocab_size=1000, arrays=arrays)
+    assert dtype.itemsize == DTYPE.itemsize + 4 * SEQ_LEN + 4
+    rows = random_rows(5, seq_len=SEQ_LEN)
+    number_N = np.arange(1, 6, dtype=np.float32)
+    rows = replace(rows, more={"label": rows.ids_NT * 2, "reference": number_N / 4})
+    write_shard(paths.join(folder, "0.npy"), rows, dtype=dtype)
+    store = RowStore(folder, shards=[("0.npy", 5)], seq_len=SEQ_LEN, pad_id=3)
+    plain = random_rows(2, seq_len=SEQ_LEN, seed=1)
+    batch = StageRows([store, plain], names=["a", "b"], seed=0, stage_index=0).batch(0, global_rows=8, num_total=7)
+    assert {name: array.dtype for name, array in batch.more.items()} == {"label": np.int32, "reference": np.float32}
+    mine = batch.slice_process(1, 2)
+    assert mine.more["label"].shape == (4, SEQ_LEN)
+    for place, label in enumerate(batch.labels):
+        source, _, number = label.partition(":")
+        own = 0.0 if source != "a" else number_N[int(number)] / 4
+        assert batch.more["reference"][place] == own
+        assert (batch.more["label"][place] == batch.ids_GT[place] * 2 * (source == "a")).all()
+    assert (mine.more["reference"] == batch.more["reference"][4:]).all()
+    with pytest.raises(ValueError, match=r"rows have \['reference'\], which the shard has no place for"):
+        encode_rows(rows, dtype=row_dtype(SEQ_LEN, vocab_size=1000, arrays=arrays[:1]))
 
 
 def test_many_rows_are_encoded_in_parts():

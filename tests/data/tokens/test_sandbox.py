@@ -13,8 +13,8 @@ from tests.data import templates
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens import sandbox
 from tpu_experiments.data.tokens.chat import render
-from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
-from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS, load_tokenizer
+from tpu_experiments.data.tokens.sandbox import CHAT_FORMATS, TemplateLimit, rendered
+from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 
 TOKENIZER = Path("tpu_experiments/samples/tokenizer")
 PUBLISHED = {name: text for name, text in vars(templates).items() if name.isupper() and isinstance(text, str)}
@@ -214,6 +214,21 @@ def test_a_process_that_was_ended_from_outside_is_replaced() -> None:
     process.kill()
     text.append(rendered("{{ messages|length }}", messages=[{}], add_generation_prompt=False, more={}))
     assert text == ["1", "1"]
+
+
+def test_the_package_s_own_templates_alone_are_rendered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more character makes a template somebody else's; the texts are equal."""
+    asked: list[bytes] = []
+    ask = sandbox._renderer.ask
+    monkeypatch.setattr(sandbox._renderer, "ask", lambda request: asked.append(request) or ask(request))
+    turns = [{"role": "user", "content": "a\ud800 <b>"}, {"role": "assistant", "content": "ț"}]
+    for file in CHAT_FORMATS.glob("*.jinja"):
+        asked.clear()
+        template = file.read_text(encoding="utf-8")
+        here = rendered(template, messages=turns, add_generation_prompt=False, more=SPECIAL)
+        assert asked == []
+        assert rendered(template + "{##}", messages=turns, add_generation_prompt=False, more=SPECIAL) == here
+        assert len(asked) == 1
 
 
 def test_an_interrupted_rendering_leaves_nothing_for_the_next() -> None:

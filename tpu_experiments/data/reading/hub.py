@@ -4,7 +4,6 @@ Sets of JSON files are read by this package's readers through huggingface_hub's 
 that is one array as a whole, in some 11 times its size. Other sets are streamed by `datasets`.
 """
 
-import logging
 from collections.abc import Generator
 from typing import Any
 
@@ -12,8 +11,6 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.locations import JSON_SUFFIXES, SourceFile, suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow
-
-log = logging.getLogger(__name__)
 
 
 class HubRows:

@@ -17,7 +17,7 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.data.prepared import MANIFEST, PreparedSource, read_manifest
 from tpu_experiments.data.steps.keys import short_hash
-from tpu_experiments.data.store.shards import RowStore, damaged_shards, row_dtype
+from tpu_experiments.data.store.shards import RowStore, arrays_entry, damaged_shards, row_dtype
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile, require_sha256, write_sealed_json
@@ -42,6 +42,7 @@ def write_epochs(
     """Write the first `prepare.written_epochs` epochs of a stage, or reuse intact ones."""
     seq_len = stage.geometry.seq_len
     chosen = [sources[name] for name in stage.sources]
+    arrays = chosen[0].arrays(seq_len)
     largest = max(source.max_token_id for source in chosen)
     facts = {
         "version": VERSION,
@@ -51,6 +52,7 @@ def write_epochs(
         "passes": settings.shuffle_passes,
         "block_rows": settings.shuffle_block_rows,
         "max_token_id": largest,
+        **arrays_entry(arrays),
     }
     base = paths.join(folder, f"stage-{stage.name}-{short_hash(facts)}")
     epochs = []
@@ -69,7 +71,7 @@ def write_epochs(
                 passes=settings.shuffle_passes,
                 block_rows=settings.shuffle_block_rows,
                 rows_per_shard=settings.shuffle_block_rows,
-                dtype=row_dtype(seq_len, vocab_size=largest + 1),
+                dtype=row_dtype(seq_len, vocab_size=largest + 1, arrays=arrays),
             )
             manifest = {**expected, "shards": shards}
             write_sealed_json(paths.join(target, MANIFEST), manifest, indent=1)

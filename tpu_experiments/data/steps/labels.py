@@ -1,21 +1,22 @@
 """Labels of texts: their counts by split, and their place in the rows.
 
-A labelled text has one more token than it is read as: the last one, the only one that is learnt, whose id is the number
-of its label. So rows, packing and shards are those of other texts, and each text of a packed row has its own label.
-The objective takes the token out of the text again (objectives/classify.py). Legend: D documents, L tokens of all of
-them.
+A labelled text has one more place than it has tokens: the last one, the only one that is learnt, whose id is 0. There
+the rows' array `label` has the number of its label, so that each text of a packed row has its own. The objective takes
+the place out of the text again (objectives/classify.py). Legend: D documents, L tokens of all of them.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.masking import LABEL
 from tpu_experiments.data.cleaning.split import SPLITS
+from tpu_experiments.data.rows import Array, Rows
 from tpu_experiments.data.steps.blocks import BlockIndex
 from tpu_experiments.data.steps.pack import FlatTokens
 
@@ -23,6 +24,8 @@ Counts = Mapping[str, Mapping[str, int]]
 """Split to label to number of documents."""
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 LABELS_SHOWN = 12
+LABELS = Array(LABEL, "int32", per="token")
+"""The number of a text's label at its last place, 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class Labelling:
         own = np.array([number.get(name, -1) for name in block.label_names], np.int32)
         found: NDArray[np.int32] = own[block.labels_D]
         return found
+
+
+def with_labels(flat: FlatTokens, labels_D: NDArray[np.int32]) -> FlatTokens:
+    """Return texts with their labels' numbers as an array of their tokens."""
+    labels_L = np.zeros(len(flat.ids_L), np.int32)
+    labels_L[np.cumsum(flat.lengths_D) - 1] = labels_D
+    return replace(flat, more={**flat.more, LABEL: labels_L})
+
+
+def with_labels_of_ids(rows: Rows) -> Rows:
+    """Return rows that were prepared before labels were an array: the label's number was the id of its place."""
+    return replace(rows, ids_NT=rows.ids_NT * ~rows.learn_NT, more={**rows.more, LABEL: rows.ids_NT * rows.learn_NT})
 
 
 def label_counts(blocks: Iterable[BlockIndex], *, code_D: NDArray[np.int8]) -> dict[str, Counter[str]]:
@@ -134,6 +149,7 @@ def cut_texts(flat: FlatTokens, *, max_tokens: int, num_closing: int) -> tuple[F
     lengths_L = np.repeat(flat.lengths_D, flat.lengths_D)
     within_L = np.arange(len(flat.ids_L)) - np.repeat(np.cumsum(flat.lengths_D) - flat.lengths_D, flat.lengths_D)
     stays_L = (within_L < max_tokens - num_kept) | (within_L >= lengths_L - num_kept)
-    short = FlatTokens(flat.ids_L[stays_L], flat.flags_L[stays_L], np.minimum(flat.lengths_D, max_tokens))
+    more = {name: array_L[stays_L] for name, array_L in flat.more.items()}
+    short = FlatTokens(flat.ids_L[stays_L], flat.flags_L[stays_L], np.minimum(flat.lengths_D, max_tokens), more)
     num_cut = int(np.count_nonzero(flat.lengths_D > max_tokens))
     return short, {"documents_truncated": num_cut, "tokens_dropped": len(flat.ids_L) - len(short.ids_L)}

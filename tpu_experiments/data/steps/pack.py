@@ -11,8 +11,9 @@ the others have room.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,8 @@ class FlatTokens:
     ids_L: NDArray[np.int32]
     flags_L: NDArray[np.uint8]
     lengths_D: Index
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further arrays of tokens (L,) by name, as in `Rows`."""
 
     @property
     def num_documents(self) -> int:
@@ -200,8 +203,8 @@ def pack(
         placed = fill_gaps(placed, is_split_D=flat.lengths_D > seq_len, seq_len=seq_len)
         learn_L[placed.start_P] = False
     counts["supervised_without_prompt"] = _without_prompt(flat, learn_L, placed=placed)
-    rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id)
-    _fill(rows, flat.ids_L, learn_L, placed=placed)
+    rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id, like=flat.more)
+    _fill(rows, {"ids": flat.ids_L, "learn": learn_L, **flat.more}, placed=placed)
     return Packed(rows, kept_D, learn_L & _placed(placed, num_tokens=len(learn_L)), counts)
 
 
@@ -270,17 +273,17 @@ def _ranges_of_long(
     return [(0, len(cut.ids))]
 
 
-def _fill(rows: Rows, ids_L: NDArray[np.int32], learn_L: NDArray[np.bool_], *, placed: Placed) -> None:
+def _fill(rows: Rows, arrays: Mapping[str, NDArray[Any]], *, placed: Placed) -> None:
     """Copy all pieces into the rows, with one vectorised assignment per array."""
     length_P = placed.length_P
     # Half the memory of int64; a window has some 2^23 tokens.
-    index = np.int32 if max(rows.ids_NT.size, ids_L.size) < 2**31 else np.int64
+    index = np.int32 if max(rows.ids_NT.size, arrays["ids"].size) < 2**31 else np.int64
     before_P = (np.cumsum(length_P) - length_P).astype(index)
     within = np.arange(int(length_P.sum()), dtype=index) - np.repeat(before_P, length_P)
     source = np.repeat(placed.start_P.astype(index), length_P) + within
     target = np.repeat((placed.row_P * rows.seq_len + placed.column_P).astype(index), length_P) + within
-    rows.ids_NT.reshape(-1)[target] = ids_L[source]
-    rows.learn_NT.reshape(-1)[target] = learn_L[source]
+    for name, array_L in arrays.items():
+        rows.array(name).reshape(-1)[target] = array_L[source]
     rows.positions_NT.reshape(-1)[target] = within
     rows.segments_NT.reshape(-1)[target] = np.repeat(_rank_in_row(placed.row_P, placed.column_P), length_P)
 

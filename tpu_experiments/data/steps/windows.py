@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
-from tpu_experiments.data.steps.labels import Labelling, cut_texts
+from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
-from tpu_experiments.data.store.shards import damaged_shards, row_dtype, write_shard
+from tpu_experiments.data.store.shards import arrays_entry, damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
@@ -65,6 +66,8 @@ class WindowSettings:
     vocab_size: int
     is_chat: bool = False
     labelling: Labelling | None = None
+    arrays: tuple[Array, ...] = ()
+    """Further arrays of the rows."""
 
 
 def cut_windows(
@@ -109,7 +112,7 @@ class WindowMaker:
 
     def __init__(self, settings: WindowSettings) -> None:
         self.settings = settings
-        self.dtype = row_dtype(settings.seq_len, vocab_size=settings.vocab_size)
+        self.dtype = row_dtype(settings.seq_len, vocab_size=settings.vocab_size, arrays=settings.arrays)
 
     def __call__(self, window: Window) -> dict[str, Any]:
         """Return the window's record, reusing an earlier one if it and its shard are intact."""
@@ -118,7 +121,7 @@ class WindowMaker:
         if found is not None:
             return found
         paths.make_dirs(paths.join(self.settings.folder, window.split))
-        made = {"window": window.number, **self.make(window)}
+        made = {"window": window.number, **arrays_entry(self.settings.arrays), **self.make(window)}
         write_sealed_json(record, made)
         return made
 
@@ -126,7 +129,9 @@ class WindowMaker:
         if not paths.exists(record):
             return None
         try:
-            found = read_sealed_json(record, expected={"window": window.number, "split": window.split})
+            found = read_sealed_json(
+                record, expected={"window": window.number, "split": window.split, **arrays_entry(self.settings.arrays)}
+            )
         except DamagedFile as error:
             log.warning("%s It is prepared again.", error)
             return None
@@ -178,10 +183,8 @@ class WindowMaker:
                 ids.append(ids_L[begin:end])
                 flags.append(flags_L[begin:end])
         lengths = np.concatenate([length_D for *_, length_D in window.parts])
-        ids_L = np.concatenate(ids)
-        if window.labels is not None:
-            ids_L[np.cumsum(lengths) - 1] = window.labels
-        return FlatTokens(ids_L, np.concatenate(flags), lengths)
+        flat = FlatTokens(np.concatenate(ids), np.concatenate(flags), lengths)
+        return flat if window.labels is None else with_labels(flat, window.labels)
 
 
 def _runs(begin_D: Index, length_D: Index) -> Iterator[tuple[int, int]]:

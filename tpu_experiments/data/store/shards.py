@@ -1,8 +1,9 @@
 """Row storage: a shard is one .npy file of fixed-width records, so that row i is found by arithmetic.
 
 A record of T tokens holds ids (2 or 4 bytes each), two bit masks (learn, and the first token of every segment) and the
-number of tokens before the padding. Positions and segments are derived from those: 2.25 bytes a token for 16-bit ids,
-where `Rows` takes 13. `numpy.load(path, mmap_mode="r")` opens a shard without this package.
+number of tokens before the padding, then the further arrays that an objective declares. Positions and segments are
+derived from those: 2.25 bytes a token for 16-bit ids, where `Rows` takes 13. `numpy.load(path, mmap_mode="r")` opens a
+shard without this package.
 """
 
 import base64
@@ -10,15 +11,16 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.rows import Rows, empty
+from tpu_experiments.data.rows import Array, Rows, empty
 from tpu_experiments.data.store.stream import (
     ADVICE,
     CacheSettings,
@@ -37,6 +39,8 @@ ENCODED_ROWS = 256  # encoded at a time: a few MB of scratch arrays, where a sha
 DECODED_ROWS = 1024  # decoded at a time, to bound the scratch arrays of a large take
 PIECE_BYTES = 2**20  # read and hashed at a time: stays in the core's cache
 CHECKS_AT_ONCE = min(16, os.cpu_count() or 1)  # disk throughput does not grow with more readers
+FIELDS = ("ids", "learn", "starts", "length")
+"""Fields of a record in front of further arrays."""
 HEADER_BYTES = 4096  # numpy's header of a shard takes 256
 
 
@@ -51,8 +55,8 @@ class ShardRecord(TypedDict):
     """Hexadecimal; object stores report it, so that a remote shard is verified without reading it."""
 
 
-def row_dtype(seq_len: int, *, vocab_size: int) -> np.dtype[np.void]:
-    """Return the record type of a row of `seq_len` tokens whose ids are below `vocab_size`."""
+def row_dtype(seq_len: int, *, vocab_size: int, arrays: Sequence[Array] = ()) -> np.dtype[np.void]:
+    """Return the record type of a row of `seq_len` tokens whose ids are below `vocab_size`, with further arrays."""
     ids = "<u2" if vocab_size <= LARGEST_16_BIT_VOCABULARY else "<u4"
     mask_bytes = -(-seq_len // 8)
     return np.dtype(
@@ -61,8 +65,14 @@ def row_dtype(seq_len: int, *, vocab_size: int) -> np.dtype[np.void]:
             ("learn", "u1", (mask_bytes,)),
             ("starts", "u1", (mask_bytes,)),
             ("length", "<u4"),
+            *((a.name, np.dtype(a.dtype).newbyteorder("<"), a.shape((seq_len,))) for a in arrays),
         ]
     )
+
+
+def arrays_entry(arrays: Sequence[Array]) -> dict[str, Any]:
+    """Return the entry `arrays` of records and manifests; none where rows have the four arrays of tokens alone."""
+    return {"arrays": [asdict(array) for array in arrays]} if arrays else {}
 
 
 def encode_rows(rows: Rows, *, dtype: np.dtype[np.void]) -> Records:
@@ -89,6 +99,11 @@ def _encode_into(records: Records, rows: Rows, *, first_row: int) -> None:
     records["learn"] = np.packbits(rows.learn_NT, axis=1)
     records["starts"] = np.packbits(tokens_NT & (rows.positions_NT == 0), axis=1)
     records["length"] = tokens_NT.sum(axis=1)
+    own = rows.more.keys() & set(_further(records.dtype))
+    if own != rows.more.keys():
+        raise ValueError(f"rows have {sorted(rows.more.keys() - own)}, which the shard has no place for; see row_dtype")
+    for name in own:
+        records[name] = rows.more[name]
     decoded = decode_rows(records, pad_id=0)
     wrong_NT = (rows.segments_NT != decoded.segments_NT) | (rows.positions_NT != decoded.positions_NT)
     wrong_NT |= rows.learn_NT & (rows.positions_NT == 0)  # padding has position 0 as well
@@ -120,7 +135,12 @@ def decode_rows(records: Records, *, pad_id: int) -> Rows:
     distance_NT.reshape(-1)[first_S] = np.where(column_S == 0, 0, np.diff(column_S, prepend=0))
     positions_NT = column_T - np.cumsum(distance_NT, axis=1, dtype=np.int32)
     positions_NT *= tokens_NT
-    return Rows(ids_NT, learn_NT, positions_NT, segments_NT)
+    more = {name: records[name].astype(records[name].dtype.newbyteorder("=")) for name in _further(records.dtype)}
+    return Rows(ids_NT, learn_NT, positions_NT, segments_NT, more)
+
+
+def _further(dtype: np.dtype[np.void]) -> tuple[str, ...]:
+    return (dtype.names or ())[len(FIELDS) :]
 
 
 def write_shard(path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardRecord:
@@ -152,7 +172,7 @@ def read_header(data: bytes) -> tuple[np.dtype[np.void], int, int]:
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("not a .npy file of version 1.0")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.names != ("ids", "learn", "starts", "length") or len(shape) != 1:
+    if (dtype.names or ())[: len(FIELDS)] != FIELDS or len(shape) != 1:
         raise ValueError(f"a .npy file of {dtype}, not of rows")
     return dtype, int(shape[0]), file.tell()
 
@@ -233,6 +253,7 @@ class RowStore:
         cache: CacheSettings | None = None,
         sha256: Mapping[str, str] | None = None,
         check: Check = "none",
+        revise: Callable[[Rows], Rows] | None = None,
     ) -> None:
         """Describe a store; no file is opened.
 
@@ -240,6 +261,7 @@ class RowStore:
             shards: (name, rows) of each, in order.
             sha256: by name; verified when a shard is copied to the cache, and for a local shard when it is opened if
                 `check` is `at_open`.
+            revise: brings rows of an earlier version into the form of today.
         """
         hashes = sha256 or {}
         self._files = tuple(ShardFile(paths.join(folder, name), rows, hashes.get(name)) for name, rows in shards)
@@ -247,7 +269,7 @@ class RowStore:
         self._seq_len = seq_len
         self._pad_id = pad_id
         self._cache = cache or CacheSettings()
-        self._check = check
+        self._check, self._revise = check, revise
         self._forget()
 
     @classmethod
@@ -275,7 +297,8 @@ class RowStore:
         pieces = [part[i : i + DECODED_ROWS] for part in parts for i in range(0, len(part), DECODED_ROWS)]
         if not pieces:
             return empty(self._seq_len)
-        return Rows.concatenate([decode_rows(piece, pad_id=self._pad_id) for piece in pieces])
+        rows = Rows.concatenate([decode_rows(piece, pad_id=self._pad_id) for piece in pieces])
+        return rows if self._revise is None else self._revise(rows)
 
     def close(self) -> None:
         """Release files and threads; a later `take` opens them again."""

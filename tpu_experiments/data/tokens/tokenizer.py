@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -14,13 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.regular_files import MOST_BYTES, read_regular, require_regular, require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
-from tpu_experiments.data.tokens.sandbox import TemplateLimit, rendered
+from tpu_experiments.data.tokens.sandbox import CHAT_FORMATS, TemplateLimit, rendered
 from tpu_experiments.data.tokens.words import backend_of
 from tpu_experiments.storage.given_folders import require_template, require_tokenizer_folder
 from tpu_experiments.storage.paths import find_local
 
-CHAT_FORMATS = Path(__file__).with_name("chat_formats")
-"""Folder of the Jinja templates of `model.chat_format`."""
 _CHATML, _HEADERS = ("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 MARKS_OF_FORMAT = {
     "qwen2_5": _CHATML,

@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from tpu_experiments.models.adapters.layouts import QuantisedLora, TransposedLora
+from tpu_experiments.models.adapters.linear import Linear, LoraLinear
+from tpu_experiments.models.adapters.quantised import QuantLinear
+from tpu_experiments.models.parts.float32_gradients import product
+from tpu_experiments.models.parts.named import LOW, named
 
 SMALLEST = 1e-24
 """Lower bound of a squared norm, for rows of zeros."""
@@ -58,3 +65,51 @@ class _Scaled(Function):
         of_out = (full * factor_N).to(grad.dtype) if ctx.needs_input_grad[0] else None
         of_factor = (full * out.to(torch.float32)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return of_out, of_factor, None
+
+
+class DoraLinear(LoraLinear):
+    """An adapter whose W + scale B A has rows of trained lengths, `lora_magnitude_vector`."""
+
+    is_formula = False
+    names_its_products = True
+    is_divided = False
+
+    def __init__(self, linear: Linear, *, r: int, scale: float, dropout: float, name: str = "") -> None:
+        """Wrap `linear`."""
+        super().__init__(linear, r=r, scale=scale, dropout=dropout, name=name)
+        lengths = torch.empty(self.out_features, dtype=torch.float32, device=self.weight.device)
+        self.lora_magnitude_vector = nn.Parameter(lengths)
+
+    def divide(self) -> None:
+        """Take the lengths for divided by the norms of the rows from now on, which frozen weights need once."""
+        self.is_divided = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return m (W + scale B A) x / |W + scale B A| + bias.
+
+        Dropout is PEFT's: x is W's input as it is for the output without adapter, and dropped where m changes it.
+        """
+        low = self.siblings.low_rank(self, x)
+        kept = self.dropped(x)
+        plain = self.frozen(kept, None)
+        out = named(plain + product(low, self.lora_B), self.leaf)
+        norm = None
+        if not self.is_divided:
+            norm = named(row_norms(self.matrix(x.dtype), self.lora_A, self.lora_B, scale=self.scale), LOW)
+        scaled = with_length(out, self.lora_magnitude_vector, norm, self.bias)
+        return scaled if kept is x else scaled + named(self.frozen(x, None) - plain, self.leaf)
+
+
+class TransposedDora(DoraLinear, TransposedLora):
+    """A `DoraLinear` of GPT-2's Conv1D."""
+
+
+class QuantisedDora(DoraLinear, QuantisedLora):
+    """A `DoraLinear` of codes and scales."""
+
+
+def dora_of(linear: Linear) -> type[DoraLinear]:
+    """Return the class of an adapter with lengths, by how its weight is stored."""
+    if isinstance(linear, Conv1D):
+        return TransposedDora
+    return QuantisedDora if isinstance(linear, QuantLinear) else DoraLinear

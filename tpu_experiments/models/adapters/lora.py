@@ -7,15 +7,13 @@ base model is the loudest complaint of TPU users (huggingface/transformers#36004
 
 import copy
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,416 +21,19 @@ from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
-from tpu_experiments.models.adapters.dora import row_norms, with_length
-from tpu_experiments.models.adapters.low_rank_qat import decoded, fixed_point, fold, rounded_product, rounded_tokens
-from tpu_experiments.models.adapters.packed import by_adapter
-from tpu_experiments.models.adapters.padded import (
-    MIN_FEATURES,
-    PADDING,
-    below,
-    beside,
-    joined_with,
-    weights_with_adapters,
-    with_low,
-)
-from tpu_experiments.models.adapters.quantised import Format, QuantLinear, frozen_product, parts_of, quantised_shapes
-from tpu_experiments.models.huggingface import Named
-from tpu_experiments.models.parts.contracted import contracted, forked, into_heads, out_of_heads, together
-from tpu_experiments.models.parts.dropout import dropped, layer_and_hash, noise_in_use
-from tpu_experiments.models.parts.float32_gradients import product
-from tpu_experiments.models.sources.conversion import lost_in_peft
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.adapters.dora import dora_of, row_norms
+from tpu_experiments.models.adapters.layouts import layout_of
+from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
+from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
+from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, fixed_point, fold
+from tpu_experiments.models.adapters.quantised import Format, QuantLinear, quantised_shapes
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.quantisation.grid import Grid
-from tpu_experiments.runtime.dynamic_type import XLA_DEVICES
 from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
 
 A, B, MAGNITUDE, LEARNT_SCALE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that share one input tensor in most decoders; whether they do is checked at every call."""
-TOGETHER_RATIO, TOGETHER_TOKENS = 2, 4
-"""Features of the wide side, and tokens, per feature of the narrow side from which the products of a frozen weight and
-of its adapter that write the wide side are one."""
-
-
-Padding = Literal["", "columns", "rows", "both"]
-"""What a weight has more of than W, to hold B beside it or A below it (models/adapters/padded.py)."""
-
-
-class LoraLinear(nn.Module):
-    """A frozen Linear with an adapter; parameters of the Linear itself, `lora_A`, `lora_B`, and DoRA's lengths of rows.
-
-    GPT-2's Conv1D is a Linear whose weight is (in, out) (`is_transposed`); a quantised one has codes and scales.
-    """
-
-    siblings: "Siblings | None" = None
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    lora_magnitude_vector: nn.Parameter | None
-    is_divided = False
-    """Whether DoRA's lengths were divided by the norms of the rows, which frozen weights need once."""
-    input_heads = output_heads = 0
-    """Heads that the inputs or outputs are, where attention's kernel reads and writes heads first (`work_on_heads`)."""
-    row_shards = 1
-    """Parts that the rows of a batch are split into inside one program."""
-    padding: Padding = ""
-    path = ""
-    """Where the module is in the model, if its weight is padded: layers that are folded differ in nothing."""
-    is_gathered = False
-    """Whether the weight is sharded, and its padding filled wherever a loop over layers gathers it."""
-    uninitialised_parts: int | None = None
-    """Parts that rows are split into where tokens are written in place (`with_low`, adapters/padded.py), or None."""
-
-    def __init__(
-        self,
-        linear: nn.Linear | Conv1D | QuantLinear,
-        *,
-        r: int,
-        scale: float,
-        dropout: float,
-        dora: bool = False,
-        name: str = "",
-    ) -> None:
-        """Wrap `linear`; `name` is its path in the model, on which dropout masks depend."""
-        super().__init__()
-        self.leaf = name.rpartition(".")[2]
-        self.layer_idx, self.site = layer_and_hash(name)
-        self.is_transposed = isinstance(linear, Conv1D)
-        self.in_features, self.out_features = features_of(linear)
-        self.scale, self.dropout = scale, dropout
-        self.format = linear.format if isinstance(linear, QuantLinear) else None
-        for name, own in linear.named_parameters(recurse=False):
-            self.register_parameter(name, own)
-        if linear.bias is None:
-            self.register_parameter("bias", None)
-        device: torch.device = self.weight.device
-        self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
-        lengths = nn.Parameter(torch.empty(self.out_features, dtype=torch.float32, device=device)) if dora else None
-        self.register_parameter(MAGNITUDE, lengths)
-
-    @property
-    def names_its_products(self) -> bool:
-        """Whether the module names what a remat policy saves of it, in the place of its output."""
-        return self.lora_magnitude_vector is not None or bool(self.output_heads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
-        if self.input_heads:
-            x = x.unflatten(-1, (self.input_heads, -1))
-        if (weight := weights_with_adapters().get(self.path)) is not None:
-            return self._padded_product(x, weight)
-        if self._has_one_gradient(x):
-            out, low = forked(x, self.frozen_weight, self.lora_A * self.scale)
-            out = out + self._product(named(low, LOW), self.lora_B)
-            return out if self.bias is None else out + self.bias
-        if self._is_one_product(x):
-            siblings = self.siblings or Siblings([self])
-            joined, first = siblings.joined(self, x)
-            out = together(joined, self.frozen_weight, self.lora_B, first=first)
-            return out if self.bias is None else out + self.bias
-        low = self.siblings.low_rank(self, x) if self.siblings else self.low_rank(x, self.lora_A)
-        if self.lora_magnitude_vector is not None:
-            return self._with_length(x, low, self.lora_magnitude_vector)
-        if self.output_heads:
-            return named(self._into_heads(x, low), self.leaf).flatten(-2)
-        return self.frozen(x, bias=self.bias) + self._product(low, self.lora_B)
-
-    @property
-    def multiplies_heads(self) -> bool:
-        """Whether the layer can write or read heads: one whose weight is a matrix as it is stored, without lengths."""
-        return (
-            type(self) is LoraLinear
-            and self.format is None
-            and not self.is_transposed
-            and self.lora_magnitude_vector is None
-        )
-
-    @property
-    def is_written(self) -> bool:
-        """Whether steps write the adapter into the weight that the device holds."""
-        return self.padding != "" and not self.is_gathered
-
-    @property
-    def frozen_weight(self) -> Tensor:
-        """W (N, K), without padding."""
-        return self.weight[..., : self.out_features, : self.in_features] if self.padding else self.weight
-
-    @property
-    def family(self) -> list["LoraLinear"]:
-        """The adapters that read the same tensor, this one among them."""
-        return self.siblings.members if self.siblings else [self]
-
-    def fitting_padding(self, *, in_loop: bool) -> Padding:
-        """Choose how the weight is padded to hold the adapter; not at all where that does not pay.
-
-        A step of Mistral 7B on v6e-8, r=32, takes 0.512 instead of 0.545 s with the MLP's weights padded (planned).
-
-        Args:
-            in_loop: whether the weight is one of a stack that a loop over layers reads.
-        """
-        family = self.family
-        ranks = sum(member.lora_A.shape[-2] for member in family)
-        if ranks > PADDING or any(not m.multiplies_heads or m.input_heads or m.output_heads for m in family):
-            return ""
-        inputs, outputs = self.in_features, self.out_features
-        if len(family) > 1 or outputs >= TOGETHER_RATIO * inputs:
-            if inputs < MIN_FEATURES or inputs % PADDING:
-                return ""
-            narrowest = min(family, key=lambda member: member.out_features)
-            # Dropout, which only A's inputs have, keeps gradients apart.
-            holds_a = self is narrowest and inputs >= TOGETHER_RATIO * outputs and not in_loop and not self.dropout
-            return "both" if holds_a else "columns"
-        fits = inputs >= TOGETHER_RATIO * outputs and outputs >= MIN_FEATURES and outputs % PADDING == 0
-        return "rows" if fits and not self.dropout else ""
-
-    def pad_weight(self, padding: Padding, path: str, *, is_gathered: bool = False, parts: int | None = None) -> None:
-        """Have the weight of the module at this path stored with padding."""
-        self.padding, self.path, self.is_gathered, self.uninitialised_parts = padding, path, is_gathered, parts
-
-    def padding_values(
-        self, value_of: Callable[["LoraLinear", str], Tensor]
-    ) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield the parts of adapters that the padding holds, and the row and column that each begins at.
-
-        Args:
-            value_of: returns the A or B of an adapter of the family.
-        """
-        dtype = self.weight.dtype
-        if self.padding in ("rows", "both"):
-            held = torch.cat([value_of(member, A) * member.scale for member in self.family], dim=-2)
-            yield held.to(dtype), (self.out_features, 0)
-        if self.padding in ("columns", "both"):
-            first = self.siblings.first_of(self) if self.siblings else 0
-            yield value_of(self, B).to(dtype), (0, self.in_features + first)
-
-    def _padded_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.padding == "rows":
-            parts, in_loop = self.uninitialised_parts, is_stack(self.path)
-            a = self.lora_A * self.scale
-            out, low = below(x, weight, a, outputs=self.out_features, parts=parts, in_loop=in_loop)
-            out = out + self._product(named(low, LOW), self.lora_B)
-        else:
-            out = (self.siblings or Siblings([self])).padded(self, x)
-        return out if self.bias is None else out + self.bias
-
-    def _into_heads(self, x: Tensor, low: Tensor) -> Tensor:
-        """Return (..., heads, features of a head)."""
-        out = into_heads(x, self.weight, self.bias, heads=self.output_heads)
-        return out + into_heads(low, self.lora_B, heads=self.output_heads)
-
-    def _is_one_product(self, x: Tensor) -> bool:
-        """Return whether the frozen weight and B are multiplied together, which costs copies of both operands.
-
-        That pays where outputs, and the tokens of a chip, are many: the MLP of a layer of Qwen2.5 0.5B, forward and
-        backward for 8,192 tokens on v6e, takes 2,412 instead of 2,743 us (tests/benchmarks/README.md, Small models).
-        """
-        return self._pays_together(x, narrow=self.in_features, wide=self.out_features)
-
-    def _has_one_gradient(self, x: Tensor) -> bool:
-        """Return whether the gradients of x, through the frozen weight and through A, are one product.
-
-        That pays where inputs, and the tokens of a chip, are many: a step of Gemma 3 270M on v5e takes 0.997 instead of
-        1.020 s (planned). Dropout, which only A's inputs have, keeps them apart.
-        """
-        is_alone = self.siblings is None and not (self.dropout and self.training)
-        return is_alone and self._pays_together(x, narrow=self.out_features, wide=self.in_features)
-
-    def _pays_together(self, x: Tensor, *, narrow: int, wide: int) -> bool:
-        many = math.prod(x.shape[:-1]) >= TOGETHER_TOKENS * narrow * self.row_shards
-        plain = self.format is None and not self.is_transposed and self.lora_B.ndim == 2
-        plain = plain and not self.input_heads and not self.output_heads and self.lora_magnitude_vector is None
-        return plain and wide >= TOGETHER_RATIO * narrow and many and x.device.type in XLA_DEVICES
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply (..., in) by (out, in); by packed weights (K, out, in), each adapter's rows by its own."""
-        if weight.ndim == 2:
-            return contracted(x, weight) if x.device.type in XLA_DEVICES else product(x, weight)
-        return by_adapter(x, weight, num_shards=self.row_shards)
-
-    def frozen(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
-        """Return what the layer computes without its adapter."""
-        if self.format is not None:
-            return frozen_product(x, parts_of(self), format=self.format, bias=bias)
-        if self.input_heads:
-            return out_of_heads(x, self.weight, bias)
-        if self.padding == "columns" and is_stack(self.path):  # where a loop reads the weight, it has no more rows
-            # W alone would be copied out of the stack. What the padding still holds is multiplied by 0.
-            return F.linear(F.pad(x, (0, PADDING)), self.weight, bias)
-        return F.linear(x, self.weight.t() if self.is_transposed else self.frozen_weight, bias)
-
-    def _with_length(self, x: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:
-        """Return m (W + scale B A) x / |W + scale B A| + bias.
-
-        Dropout is PEFT's: x is W's input as it is for the output without adapter, and dropped where m changes it.
-        """
-        kept = self._dropped(x)
-        plain = self.frozen(kept, bias=None)
-        out = named(plain + product(low, self.lora_B), self.leaf)
-        norm = None if self.is_divided else named(self._row_norms(x.dtype), LOW)
-        scaled = with_length(out, magnitude, norm, self.bias)
-        return scaled if kept is x else scaled + named(self.frozen(x, bias=None) - plain, self.leaf)
-
-    def _row_norms(self, dtype: torch.dtype) -> Tensor:
-        if self.format is not None:
-            weight = self.format.decode(parts_of(self), dtype=dtype)
-        else:
-            weight = self.weight.t() if self.is_transposed else self.weight
-        return row_norms(weight, self.lora_A, self.lora_B, scale=self.scale)
-
-    def low_rank(self, x: Tensor, a: Tensor) -> Tensor:
-        """Multiply `a` (k, in_features) with `x` after dropout, and scale: (..., k). Remat always saves it."""
-        # A is scaled, not the product, which XLA fuses otherwise where a factor other than 1 follows (contracted.py).
-        kept, scaled = self._dropped(x), a * self.scale
-        return named(out_of_heads(kept, scaled) if self.input_heads else self._product(kept, scaled), LOW)
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Apply dropout with a mask derived from the row's random word.
-
-        Raises:
-            RuntimeError: the batch of this forward pass has no random words.
-        """
-        if not self.dropout or not self.training:
-            return x
-        noise = noise_in_use(f"lora.dropout={self.dropout}", off="lora.dropout=0")
-        layer, dims = noise.layer_of(self.layer_idx), 2 if self.input_heads else 1
-        return dropped(x, noise.words_R, layer=layer, site=self.site, keep=1 - self.dropout, feature_dims=dims)
-
-
-class RoundedLinear(LoraLinear):
-    """A Linear with a frozen weight in fixed point, whose adapter decides how it is rounded (adapters/low_rank_qat.py).
-
-    Parameters are Phi0 as `weight`, `lora_A`, `lora_B`, the trained scales, and the bias.
-    """
-
-    is_folded = False
-    """Whether `weight` holds integers that include the adapter, which is then none."""
-
-    def __init__(self, linear: nn.Linear, *, r: int, scale: float, grid: Grid, rounds_inputs: bool, name: str) -> None:
-        """Wrap `linear`; `rounds_inputs` says whether tokens are rounded to 8 bits before the product."""
-        super().__init__(linear, r=r, scale=scale, dropout=0.0, name=name)
-        self.grid, self.bits, self.group, self.rounds_inputs = grid, grid.bits, grid.group, rounds_inputs
-        device, groups = linear.weight.device, self.in_features // grid.columns_of(self.in_features)
-        stored = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device=device)
-        self.weight = nn.Parameter(stored, requires_grad=False)
-        self.lora_weight_scale = nn.Parameter(torch.empty(self.out_features, groups, device=device))
-
-    def fold(self) -> None:
-        """Compute with integers from now on, which `weight` will be given; A and B are dropped."""
-        self.is_folded = True
-        self.register_parameter(A, None)
-        self.register_parameter(B, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
-        x = rounded_tokens(x) if self.rounds_inputs else x
-        scales = self.lora_weight_scale
-        if self.is_folded:
-            out = F.linear(x, decoded(self.weight, scales, dtype=x.dtype))
-        else:
-            out = rounded_product(
-                x,
-                self.weight,
-                self.lora_A,
-                self.lora_B,
-                scales,
-                grid=self.grid,
-                scale=self.scale,
-                shards=self.row_shards,
-            )
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-def padded_adapters(module: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapters whose weights are padded to hold them, by their names in the module."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear) and part.padding}
-
-
-def features_of(linear: nn.Linear | Conv1D | QuantLinear) -> tuple[int, int]:
-    """Return the input and the output width of a linear layer."""
-    if isinstance(linear, Conv1D):
-        return linear.nx, linear.nf
-    return linear.in_features, linear.out_features
-
-
-class Siblings:
-    """Adapters that read one tensor and multiply it by their A together.
-
-    One product with (A_q; A_k; A_v), one with its gradient and one dropout mask replace three of each, all of which
-    read or write every feature of the tensor. A member that is given another tensor than its predecessor computes for
-    itself.
-    """
-
-    def __init__(self, members: list[LoraLinear]) -> None:
-        self.members = members
-        self._x: Tensor | None = None
-        self._all: Tensor | None = None
-        self._joined: Tensor | None = None
-        self._lows: dict[int, tuple[Tensor, int]] = {}
-        """Values of members that have not read this tensor yet, and the number of their first among all."""
-        self._outs: dict[int, Tensor] = {}
-        """Products of members that have not read this tensor yet, where weights are padded."""
-
-    def low_rank(self, member: LoraLinear, x: Tensor) -> Tensor:
-        """Return the low-rank product of `member` for `x`: (..., in_features) to (..., r)."""
-        self._multiply(member, x)
-        low, _ = self._lows.pop(id(member), (None, 0))
-        self._forget()
-        return member.low_rank(x, member.lora_A) if low is None else low
-
-    def joined(self, member: LoraLinear, x: Tensor) -> tuple[Tensor, int]:
-        """Return `x` with the values of all members behind it, or of one alone, and the number of its own first."""
-        self._multiply(member, x)
-        low, first = self._lows.pop(id(member), (None, 0))
-        if low is None or self._all is None:
-            joined = torch.cat([x, member.low_rank(x, member.lora_A)], dim=-1)
-        elif self._joined is None:
-            joined = self._joined = torch.cat([x, self._all], dim=-1)
-        else:
-            joined = self._joined
-        self._forget()
-        return joined, first
-
-    def padded(self, member: LoraLinear, x: Tensor) -> Tensor:
-        """Return the product of `x` with the weight and the adapter of `member`, whose padding holds B."""
-        if x is not self._x or id(member) not in self._outs:
-            self._outs = dict(zip(map(id, self.members), self._products(x), strict=True))
-            self._x, self._lows = x, {}
-        out = self._outs.pop(id(member))
-        if not self._outs:
-            self._x = None
-        return out
-
-    def _products(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the products of `x` with all weights, which are padded."""
-        first = self.members[0]
-        parts, in_loop = first.uninitialised_parts, is_stack(first.path)
-        holds_a = any(member.padding == "both" for member in self.members)
-        a = torch.cat([member.lora_A for member in self.members], dim=-2)
-        source = x.detach() if holds_a else x
-        if first.dropout and first.training:
-            low = first.low_rank(source, a)
-            joined = joined_with(source, low, parts=parts)
-        else:
-            joined, low = with_low(source, a * first.scale, parts=parts)
-        weights = [weights_with_adapters()[member.path] for member in self.members]
-        return beside(joined, x, low, weights, [member.lora_B for member in self.members], parts=parts, in_loop=in_loop)
-
-    def first_of(self, member: LoraLinear) -> int:
-        """Return the number of the first value of `member` among those of all members."""
-        return sum(m.lora_A.shape[-2] for m in itertools.takewhile(lambda m: m is not member, self.members))
-
-    def _multiply(self, member: LoraLinear, x: Tensor) -> None:
-        if x is self._x:
-            return
-        self._x, self._joined, self._outs = x, None, {}
-        self._all = member.low_rank(x, torch.cat([m.lora_A for m in self.members], dim=-2))
-        ranks = [m.lora_A.shape[-2] for m in self.members]
-        lows, firsts = self._all.split(ranks, dim=-1), itertools.accumulate([0, *ranks[:-1]])
-        self._lows = {id(m): (low, first) for m, low, first in zip(self.members, lows, firsts, strict=True)}
-
-    def _forget(self) -> None:
-        if not self._lows:
-            self._x = self._all = self._joined = None
 
 
 @dataclass(frozen=True)
@@ -472,7 +73,7 @@ def inject(
         ConfigError: a target matches no Linear; the names that exist are listed. Or an adapted weight cannot be
             rounded to the grid.
     """
-    linears = {name: part for name, part in module.named_modules() if is_linear(part)}
+    linears: dict[str, Any] = {name: part for name, part in module.named_modules() if is_linear(part)}
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
@@ -484,7 +85,8 @@ def inject(
         parent, _, leaf = name.rpartition(".")
         linear, scale = linears[name], scale_of(lora)
         if grid is None:
-            adapted = LoraLinear(linear, r=lora.r, scale=scale, dropout=lora.dropout, dora=lora.dora, name=name)
+            layout = dora_of(linear) if lora.dora else layout_of(linear)
+            adapted = layout(linear, r=lora.r, scale=scale, dropout=lora.dropout, name=name)
         else:
             whole = _require_on_grid(linear, name, grid)
             adapted = RoundedLinear(whole, r=lora.r, scale=scale, grid=grid, rounds_inputs=rounds_inputs, name=name)
@@ -558,9 +160,7 @@ def _link_siblings(parent: nn.Module) -> None:
     for names in SAME_INPUT:
         members = [part for part in (getattr(parent, name, None) for name in names) if isinstance(part, LoraLinear)]
         if len(members) > 1 and len({m.in_features for m in members}) == 1:
-            siblings = Siblings(members)
-            for member in members:
-                member.siblings, member.site = siblings, members[0].site
+            Siblings.link(members)
 
 
 def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:

@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.quantisation.grid import Grid, over_columns
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS
+
+A, B, *_ = ADAPTER_PARTS
 
 STORED_BITS = 8
 """Bits of an entry of Phi0."""
@@ -178,3 +182,50 @@ class _RoundedTokens(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
         return (grad,)
+
+
+class RoundedLinear(LoraLinear):
+    """A Linear with a frozen weight in fixed point, whose adapter decides how it is rounded.
+
+    Parameters are Phi0 as `weight`, `lora_A`, `lora_B`, the trained scales, and the bias.
+    """
+
+    is_formula = False
+    row_shards = 1
+    """Parts that the rows of a batch are split into inside one program."""
+    is_folded = False
+    """Whether `weight` holds integers that include the adapter, which is then none."""
+
+    def __init__(self, linear: nn.Linear, *, r: int, scale: float, grid: Grid, rounds_inputs: bool, name: str) -> None:
+        """Wrap `linear`; `rounds_inputs` says whether tokens are rounded to 8 bits before the product."""
+        super().__init__(linear, r=r, scale=scale, dropout=0.0, name=name)
+        self.grid, self.bits, self.group, self.rounds_inputs = grid, grid.bits, grid.group, rounds_inputs
+        device, groups = linear.weight.device, self.in_features // grid.columns_of(self.in_features)
+        stored = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.lora_weight_scale = nn.Parameter(torch.empty(self.out_features, groups, device=device))
+
+    def fold(self) -> None:
+        """Compute with integers from now on, which `weight` will be given; A and B are dropped."""
+        self.is_folded = True
+        self.register_parameter(A, None)
+        self.register_parameter(B, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
+        x = rounded_tokens(x) if self.rounds_inputs else x
+        scales = self.lora_weight_scale
+        if self.is_folded:
+            out = F.linear(x, decoded(self.weight, scales, dtype=x.dtype))
+        else:
+            out = rounded_product(
+                x,
+                self.weight,
+                self.lora_A,
+                self.lora_B,
+                scales,
+                grid=self.grid,
+                scale=self.scale,
+                shards=self.row_shards,
+            )
+        return out if self.bias is None else out + self.bias.to(out.dtype)

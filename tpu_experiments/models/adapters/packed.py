@@ -9,6 +9,8 @@ that rows are split over, R rows of each of the K adapters, so that grouping mov
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +23,27 @@ Named = Mapping[str, Tensor]
 A, B, *_ = ADAPTER_PARTS
 
 
-def by_adapter(x: Tensor, weight: Tensor, *, num_shards: int) -> Tensor:
+_shards: ContextVar[int] = ContextVar("shards", default=1)
+"""D of the step that runs, set by `split_over`."""
+
+
+@contextmanager
+def split_over(num_shards: int) -> Iterator[None]:
+    """Let rows inside the block be split over D devices."""
+    token = _shards.set(num_shards)
+    try:
+        yield
+    finally:
+        _shards.reset(token)
+
+
+def by_adapter(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply each adapter's tokens by its own matrix: (..., in), (K, out, in) to (..., out).
 
     Args:
-        x: the leading dimensions are the tokens of D K R rows in order.
-        num_shards: D.
+        x: the leading dimensions are the tokens of D K R rows in order, D as of `split_over`.
     """
-    num = len(weight)
+    num, num_shards = len(weight), _shards.get()
     groups = x.reshape(num_shards, num, -1, x.shape[-1]).transpose(0, 1)
     out = grouped_product(groups.reshape(num, -1, x.shape[-1]), weight)
     return out.reshape(num, num_shards, -1, out.shape[-1]).transpose(0, 1).reshape(*x.shape[:-1], out.shape[-1])

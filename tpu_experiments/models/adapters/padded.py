@@ -1,7 +1,7 @@
 """Frozen weights padded to hold their adapter, so that one product computes W x and B A x.
 
 A product with B reads r numbers of a token and writes all outputs: 117 us on a v6e chip for Mistral 7B's gate_proj and
-2,048 tokens, where the frozen product takes 285, and both in one 302 (tests/benchmarks/README.md, "Padded weights").
+2,048 tokens, where the frozen product takes 285, and both in one 302 (tests/benchmarks/RESULTS.md).
 To multiply (W, B) by (x, A x), they must lie beside each other, and a copy of W for each product costs what is gained.
 So W is stored with PADDING more columns, and a step writes B there, into the buffer that W is in. In the same way the
 gradient of down_proj's input is one product, with A below W; and so is that of attention's input through k_proj and
@@ -14,21 +14,26 @@ Only a training step reads the padding, after it has written there. All else rea
 would be a copy, it multiplies the padding by zeros. Legend: K input features, N output features, r rank.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from tpu_experiments.models.adapters.layouts import TOGETHER_RATIO, OneGradient, OneProduct, WideLora
+from tpu_experiments.models.adapters.linear import LoraLinear, multiplied, put_in_place
 from tpu_experiments.models.parts.contracted import summed_over
-from tpu_experiments.models.stack.layer_graph import LOW, named
+from tpu_experiments.models.parts.named import LOW, named
 from tpu_experiments.runtime.kernels.contraction import contraction
 from tpu_experiments.runtime.ops import apart, widened, written
+from tpu_experiments.runtime.stacked import ADAPTER_PARTS, is_stack
+
+A, B, *_ = ADAPTER_PARTS
 
 PADDING = 128
 """Columns or rows added to a weight: the lanes of a TPU."""
@@ -36,6 +41,8 @@ MIN_FEATURES = 2048
 """Input features, and with A below W alone output features, from which a weight is padded.
 
 Gemma 3 270M (640) gains nothing: it copies its small weights, 75,741 tokens/s and 75,830 padded."""
+Padding = Literal["", "columns", "rows", "both"]
+"""What a weight has more of than W, to hold B beside it or A below it."""
 _weights: ContextVar[Mapping[str, Tensor] | None] = ContextVar("weights", default=None)
 
 
@@ -52,6 +59,154 @@ def with_adapters(weights: Mapping[str, Tensor]) -> Iterator[None]:
 def weights_with_adapters() -> Mapping[str, Tensor]:
     """Return what `with_adapters` was given; nothing outside."""
     return _weights.get() or {}
+
+
+class PaddedLora(WideLora):
+    """An adapter whose weight is stored with padding, at a path in the model."""
+
+    is_formula = False
+
+    def __init__(
+        self, plain: LoraLinear, *, padding: Padding, path: str, is_gathered: bool = False, parts: int | None = None
+    ) -> None:
+        """Take the place of `plain`.
+
+        Args:
+            is_gathered: whether the weight is sharded, and its padding filled wherever a loop over layers gathers it.
+            parts: those that rows are split into where tokens are written in place (`with_low`), or None.
+        """
+        put_in_place(self, plain)
+        self.padding, self.path, self.is_gathered, self.parts = padding, path, is_gathered, parts
+
+    @property
+    def is_written(self) -> bool:
+        """Whether steps write the adapter into the weight that the device holds."""
+        return not self.is_gathered
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return W (N, K), without padding."""
+        return self.weight[..., : self.out_features, : self.in_features]
+
+    def values(self, value_of: Callable[[LoraLinear, str], Tensor]) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """Yield the parts of adapters that the padding holds, and the row and column that each begins at.
+
+        Args:
+            value_of: returns the A or B of an adapter of the family.
+        """
+        dtype = self.weight.dtype
+        if self.padding != "columns":
+            held = torch.cat([value_of(member, A) * member.scale for member in self.siblings.members], dim=-2)
+            yield held.to(dtype), (self.out_features, 0)
+        if self.padding != "rows":
+            yield value_of(self, B).to(dtype), (0, self.in_features + self.siblings.first_of(self))
+
+
+class PaddedRows(PaddedLora, OneGradient):
+    """An adapter whose A lies below its weight (`below`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
+        if (weight := weights_with_adapters().get(self.path)) is None:
+            return super().forward(x)
+        a, in_loop = self.lora_A * self.scale, is_stack(self.path)
+        out, low = below(x, weight, a, outputs=self.out_features, parts=self.parts, in_loop=in_loop)
+        out = out + multiplied(named(low, LOW), self.lora_B)
+        return out if self.bias is None else out + self.bias
+
+
+class PaddedColumns(PaddedLora, OneProduct):
+    """An adapter whose B lies beside its weight (`beside`), the A of all siblings below that of the narrowest."""
+
+    group: "PaddedSiblings"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features), in the data type of `x`."""
+        if self.path not in weights_with_adapters():
+            return super().forward(x)
+        out = self.group.product(self, x)
+        return out if self.bias is None else out + self.bias
+
+    def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what the layer computes without its adapter."""
+        if is_stack(self.path):
+            # W alone would be copied out of the stack. What the padding still holds is multiplied by 0.
+            return F.linear(F.pad(x, (0, PADDING)), self.weight, bias)
+        return super().frozen(x, bias)
+
+
+class PaddedSiblings:
+    """Adapters of padded weights that read one tensor, and compute all their products with it at the first's call."""
+
+    def __init__(self, members: Sequence[PaddedColumns]) -> None:
+        self.members = members
+        self._x: Tensor | None = None
+        self._outs: dict[int, Tensor] = {}
+        """Products of members that have not read this tensor yet."""
+
+    def product(self, member: PaddedColumns, x: Tensor) -> Tensor:
+        """Return the product of `x` with the weight and the adapter of `member`, whose padding holds B."""
+        if x is not self._x or id(member) not in self._outs:
+            self._x, self._outs = x, dict(zip(map(id, self.members), self._products(x), strict=True))
+        out = self._outs.pop(id(member))
+        if not self._outs:
+            self._x = None
+        return out
+
+    def _products(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.members[0]
+        parts, in_loop = first.parts, is_stack(first.path)
+        a = torch.cat([member.lora_A for member in self.members], dim=-2)
+        source = x.detach() if any(member.padding == "both" for member in self.members) else x
+        if first.dropout and first.training:
+            low = first.low_rank(source, a)
+            joined = joined_with(source, low, parts=parts)
+        else:
+            joined, low = with_low(source, a * first.scale, parts=parts)
+        weights = [weights_with_adapters()[member.path] for member in self.members]
+        return beside(joined, x, low, weights, [member.lora_B for member in self.members], parts=parts, in_loop=in_loop)
+
+
+def padded_adapters(module: nn.Module) -> dict[str, PaddedLora]:
+    """Return the adapters whose weights are padded to hold them, by their names in the module."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, PaddedLora)}
+
+
+def fitting_padding(part: LoraLinear, *, in_loop: bool) -> Padding:
+    """Choose how a weight is padded to hold the adapter; not at all where that does not pay.
+
+    A step of Mistral 7B on v6e-8, r=32, takes 0.512 instead of 0.545 s with the MLP's weights padded (planned).
+
+    Args:
+        in_loop: whether the weight is one of a stack that a loop over layers reads.
+    """
+    family = part.siblings.members
+    ranks = sum(member.lora_A.shape[-2] for member in family)
+    if ranks > PADDING or any(not member.is_formula for member in family):
+        return ""
+    inputs, outputs = part.in_features, part.out_features
+    if len(family) > 1 or outputs >= TOGETHER_RATIO * inputs:
+        if inputs < MIN_FEATURES or inputs % PADDING:
+            return ""
+        narrowest = min(family, key=lambda member: member.out_features)
+        # Dropout, which only A's inputs have, keeps gradients apart.
+        holds_a = part is narrowest and inputs >= TOGETHER_RATIO * outputs and not in_loop and not part.dropout
+        return "both" if holds_a else "columns"
+    fits = inputs >= TOGETHER_RATIO * outputs and outputs >= MIN_FEATURES and outputs % PADDING == 0
+    return "rows" if fits and not part.dropout else ""
+
+
+def padded_family(
+    family: Sequence[tuple[LoraLinear, str, Padding]], *, is_gathered: bool = False, parts: int | None = None
+) -> Sequence[PaddedLora]:
+    """Return adapters of padded weights in the place of those of one family, at these paths of a model."""
+    more: Any = {"is_gathered": is_gathered, "parts": parts}
+    if any(padding == "rows" for _, _, padding in family):
+        return [PaddedRows(plain, padding=padding, path=path, **more) for plain, path, padding in family]
+    made = [PaddedColumns(plain, padding=padding, path=path, **more) for plain, path, padding in family]
+    group = PaddedSiblings(made)
+    for part in made:
+        part.group = group
+    return made
 
 
 def with_padding(weight: Tensor, values: Iterable[tuple[Tensor, tuple[int, int]]]) -> Tensor:

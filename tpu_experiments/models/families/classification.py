@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.masking import num_texts
+from tpu_experiments.config.masking import LABEL, num_texts
 from tpu_experiments.models.parts.dropout import NOISE, noise
 from tpu_experiments.models.parts.rope import with_rope_in_kernel
 from tpu_experiments.models.passes.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
@@ -26,7 +26,7 @@ class Texts(NamedTuple):
     """The texts of some rows."""
 
     rows: dict[str, Tensor]
-    """The rows without the labels: where one was, there is padding."""
+    """The rows without the labels' places: there is padding."""
     belongs_RKT: Tensor
     """Whether a token belongs to the text at a place, boolean."""
     labels_RK: Tensor
@@ -34,14 +34,13 @@ class Texts(NamedTuple):
     weights_RK: Tensor
     """1 where a place has a text, float32."""
     at_RKT: Tensor
-    """Whether a token is the label of the text at a place, boolean."""
+    """Whether a place of the row is that of the label of the text at a place, boolean."""
 
 
-def texts_of(rows: Mapping[str, Tensor], *, num_labels: int) -> Texts:
-    """Take the labels out of rows: each is the last token of its text, and learnt.
+def texts_of(rows: Mapping[str, Tensor]) -> Texts:
+    """Take the labels out of rows: each has the last place of its text, which is learnt.
 
-    A row may hold more than labels to be learnt (the check of the first gradients does); the last token of a text is
-    its label then, modulo the number of labels.
+    A row may hold more than such places to be learnt (the check of the first gradients does).
     """
     ids_RT, segments_RT = rows["ids"], rows["segments"]
     is_last_RT = segments_RT != torch.roll(segments_RT, -1, dims=1)
@@ -54,11 +53,10 @@ def texts_of(rows: Mapping[str, Tensor], *, num_labels: int) -> Texts:
     own_RK = torch.where(at_RKT, segments_RT[:, None], 0).sum(-1, dtype=torch.int32)
     kept_RT = torch.where(is_label_RT, 0, segments_RT).to(segments_RT.dtype)
     belongs_RKT = (kept_RT[:, None] == own_RK[..., None]) & (own_RK > 0)[..., None]
-    labels_RT = torch.remainder(ids_RT, num_labels)
     return Texts(
         {**rows, "ids": torch.where(is_label_RT, 0, ids_RT).to(ids_RT.dtype), "segments": kept_RT},
         belongs_RKT,
-        torch.where(at_RKT, labels_RT[:, None], 0).sum(-1, dtype=torch.int32),
+        torch.where(at_RKT, rows[LABEL][:, None], 0).sum(-1, dtype=torch.int32),
         at_RKT.any(-1).to(torch.float32),
         at_RKT,
     )

@@ -16,8 +16,6 @@ from transformers.models.longformer import modeling_longformer as theirs
 
 from tpu_experiments.models.parts.attention import bidirectional_mask
 
-MODEL_TYPE = "longformer"
-
 
 class Masks(NamedTuple):
     """Where a token may attend, true where it may, and which tokens are global."""

@@ -19,8 +19,6 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models.families.mlstm import Cell, State, one_token, over_rows, with_last_state
 
-MODEL_TYPE = "xlstm"
-
 
 def require_settings(model: ModelConfig, config: Any) -> None:
     """Refuse settings of attention, and forms of the weights that are not built.

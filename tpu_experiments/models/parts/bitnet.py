@@ -35,7 +35,6 @@ ONLINE = {
 """`quantization_config` of trained weights in float, which transformers makes ternary in every forward pass."""
 MIX = "ternary_mix"
 """Key of the share of the quantised values in a batch of the warm-up, (..., R) float32; without it they are all."""
-TERNARY = (-1, 0, 1)
 
 _mix: ContextVar[Tensor | None] = ContextVar("ternary_mix", default=None)
 

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tpu_experiments.models.stack.layer_graph import named
+from tpu_experiments.models.parts.named import named
 from tpu_experiments.runtime.kernels.contraction import contraction
 
 

@@ -4,7 +4,7 @@ A score of query i and key j has parts that depend on the distance of the two, q
 (arXiv 2006.03654, section 3.1). transformers multiplies by all K distances and gathers. A TPU gathers number by number,
 and XLA does not split the gradient of a gather by rows: it is summed over all chips. To pick one of K numbers is a
 product with a one and zeros, which is what a TPU is made for: exact in bf16, and float32 is rounded to bf16 as in all
-of a TPU's products. Figures are in tests/benchmarks/README.md (Encoders).
+of a TPU's products. Figures are in tests/benchmarks/RESULTS.md.
 
 Legend: B rows times heads, T tokens, K distances."""
 

@@ -2,7 +2,7 @@
 
 Every row of a batch carries a random word (training/batches.py derives it from seed, stage, step and the row's number
 in the global batch). A bit of a mask is a hash of that word, the layer, the module, the token's position in its row and
-the feature. Adapters draw so (adapters/lora.py), and so do a model's own dropout modules once `drop_by_rows` replaced
+the feature. Adapters draw so (adapters/linear.py), and so do a model's own dropout modules once `drop_by_rows` replaced
 them.
 """
 

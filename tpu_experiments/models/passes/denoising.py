@@ -20,7 +20,8 @@ from tpu_experiments.models.parts.dropout import GOLDEN, hashed, token_words, un
 from tpu_experiments.models.passes.forward import attention_input
 from tpu_experiments.models.passes.generation import candidates, drawn_of
 from tpu_experiments.runtime.base import Batch, Runtime
-from tpu_experiments.runtime.ops import Tensors, on_host
+from tpu_experiments.runtime.host_copies import on_host
+from tpu_experiments.runtime.ops import Tensors
 
 CHOSEN, KEPT = range(2)
 """Sites of the draws of a token: which one it is, and, with random remasking, whether it is kept."""

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -24,6 +25,18 @@ from tpu_experiments.models.parts.float32_gradients import cast_weights
 from tpu_experiments.models.parts.rope import with_rope_in_kernel
 from tpu_experiments.runtime.stacked import is_stack
 
+UNFIT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that transformers' classes raise over inconsistent values."""
 BOOLEAN_MASKS = ("deberta", "deberta-v2")
 """Model types whose own attention takes a boolean mask."""
 STATES = ("linear_attention", "conv")

@@ -7,7 +7,6 @@ uniform number a token, made on the host, so they are the same on every device f
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
 candidates."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +18,17 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.huggingface import UNFIT
 from tpu_experiments.models.parts.attention import FLASH
-from tpu_experiments.models.passes.forward import attention_input, by_layer_type, first_position, in_attention_form
+from tpu_experiments.models.passes.forward import (
+    UNFIT,
+    attention_input,
+    by_layer_type,
+    first_position,
+    in_attention_form,
+)
 from tpu_experiments.runtime.base import Batch, Runtime
-from tpu_experiments.runtime.ops import Tensors, on_host
+from tpu_experiments.runtime.host_copies import on_host
+from tpu_experiments.runtime.ops import Tensors
 
 
 class FreshCache:
@@ -187,7 +192,6 @@ def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int)
     return match_BS
 
 
-log = logging.getLogger(__name__)
 SMALLEST = 1e-6
 """Smallest `top_p` of a call: the likeliest token alone, as 0 means in other programs."""
 

@@ -13,27 +13,34 @@ from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.models.adapters.layouts import LoraOfInputHeads, LoraOfOutputHeads, WideLora
+from tpu_experiments.models.adapters.linear import LoraLinear, features_of
 from tpu_experiments.models.adapters.lora import (
     A,
     B,
-    LoraLinear,
-    Padding,
     ParameterReport,
     adapted_weights,
     adapter_weights,
-    features_of,
     fingerprints,
     inject,
-    padded_adapters,
 )
-from tpu_experiments.models.adapters.low_rank_qat import grid_of
-from tpu_experiments.models.adapters.padded import PADDING, with_padding
+from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, grid_of
+from tpu_experiments.models.adapters.padded import (
+    PADDING,
+    PaddedLora,
+    Padding,
+    fitting_padding,
+    padded_adapters,
+    padded_family,
+    with_padding,
+)
 from tpu_experiments.models.adapters.quantised import as_parts, format_of, quantise_linears, quantised_shapes
-from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, Named, head_parameters
+from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, head_parameters
 from tpu_experiments.models.parts.bitnet import make_ternary
 from tpu_experiments.models.parts.contracted import LinearOfHeads
 from tpu_experiments.models.parts.distances import pick_by_products
 from tpu_experiments.models.parts.dropout import drop_by_rows
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.stack.fold import fold
 from tpu_experiments.models.stack.recomputed import recompute
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
@@ -67,7 +74,7 @@ def stacked_weights(
 
     Args:
         shapes: shapes of the module's base weights.
-        adapted: base weights with an adapter, under Hugging Face's names (`lora.adapted_weights`).
+        adapted: base weights with an adapter, under Hugging Face's names (`adapted_weights`).
         initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
@@ -167,7 +174,7 @@ class BuiltModel:
         found: dict[str, Tensor] = {}
         if self.in_place is not None:
             for adapter in written_adapters(self.module):
-                values = adapter.padding_values(lambda owner, part: self.trainable[f"{owner.path}.{part}"].detach())
+                values = adapter.values(lambda owner, part: self.trainable[f"{owner.path}.{part}"].detach())
                 found[adapter.path] = with_padding(adapter.weight, values)
         return found
 
@@ -234,6 +241,7 @@ def build_model(
     place: PlaceTensor,
     folding: Folding | None = None,
     is_trained: bool = False,
+    is_packed: bool = False,
 ) -> BuiltModel:
     """Load `source` onto the device and return its module and trainable parameters.
 
@@ -241,20 +249,21 @@ def build_model(
         place: uploads one host tensor with the sharding of the parameter of that name.
         folding: stacks equal layers into one that runs in a loop; None leaves the layers unstacked, for plain torch.
         is_trained: whether steps will train the adapters, which weights are then padded to hold where that pays.
+        is_packed: whether several adapters will run in one program, which multiply features and no heads.
     """
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
     chosen = source.model
     for part in module.modules():
-        if isinstance(part, LoraLinear):
+        if isinstance(part, WideLora | RoundedLinear):
             part.row_shards = folding.row_shards if folding is not None else 1
     if folding is not None:
         read_heads_apart(module)
     if folding is not None and chosen.stack == "unrolled":
-        read_activations_apart(module)
+        read_activations_apart(module, row_shards=folding.row_shards)
     if chosen.attention == "flash" and has_attention_kernel():
-        work_on_heads(module)
+        work_on_heads(module, with_adapters=not is_packed)
     if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
         recompute(module, remat=chosen.remat, saved=chosen.saved)
     elif chosen.stack == "scanned" and folding is not None:
@@ -294,7 +303,7 @@ def build_model(
     return made
 
 
-def written_adapters(module: nn.Module) -> list[LoraLinear]:
+def written_adapters(module: nn.Module) -> list[PaddedLora]:
     """Return the adapters that a step writes into their weights."""
     return [part for part in padded_adapters(module).values() if part.is_written]
 
@@ -302,16 +311,16 @@ def written_adapters(module: nn.Module) -> list[LoraLinear]:
 def pad_weights(module: nn.Module, in_place: InPlace) -> None:
     """Choose the weights that are padded to hold their adapters; sharded ones in a loop over layers only."""
     paths = {id(part): path for path, part in module.named_modules() if isinstance(part, LoraLinear)}
-    for part in module.modules():
-        if not isinstance(part, LoraLinear) or part is not part.family[0]:
+    for part in list(module.modules()):
+        if not isinstance(part, LoraLinear) or part is not part.siblings.members[0]:
             continue
-        family = [(member, paths[id(member)]) for member in part.family]
-        chosen = [(member, path, member.fitting_padding(in_loop=is_stack(path))) for member, path in family]
+        family = [(member, paths[id(member)]) for member in part.siblings.members]
+        chosen = [(member, path, fitting_padding(member, in_loop=is_stack(path))) for member, path in family]
         places = {_place_of(member.weight, path, padding, in_place) for member, path, padding in chosen}
         if len(places) == 1 and (place := places.pop()):
             parts = None if place == "gathered" else in_place.uninitialised_parts
-            for member, path, padding in chosen:
-                member.pad_weight(padding, path, is_gathered=place == "gathered", parts=parts)
+            for padded in padded_family(chosen, is_gathered=place == "gathered", parts=parts):
+                module.set_submodule(padded.path, padded)
 
 
 def _place_of(weight: Tensor, path: str, padding: Padding, in_place: InPlace) -> Literal["", "whole", "gathered"]:
@@ -333,11 +342,11 @@ def paddings(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {f"{part.path}.weight": by_kind[part.padding] for part in padded_adapters(module).values()}
 
 
-def work_on_heads(module: nn.Module) -> None:
+def work_on_heads(module: nn.Module, *, with_adapters: bool) -> None:
     """Have projections of attention write and read heads where the kernel wants them first.
 
     Their products then write (T, D) of each head at once, and o_proj reads it: views of features as heads, which do not
-    fill the lanes, would be copied (tests/benchmarks/README.md, Small models).
+    fill the lanes, would be copied (tests/benchmarks/RESULTS.md).
     """
     for name, part in list(module.named_modules()):
         head_dim = getattr(part, "head_dim", 0)
@@ -350,10 +359,10 @@ def work_on_heads(module: nn.Module) -> None:
         for leaf, projection in made.items():
             takes = leaf in TAKE_HEADS
             count = features_of(projection)[0 if takes else 1] // head_dim
-            which = "input_heads" if takes else "output_heads"
-            if isinstance(projection, LoraLinear) and projection.multiplies_heads:
-                setattr(projection, which, count)
+            if isinstance(projection, LoraLinear) and projection.is_formula and with_adapters:
+                setattr(part, leaf, (LoraOfInputHeads if takes else LoraOfOutputHeads)(projection, heads=count))
             elif type(projection) is nn.Linear:
+                which = "input_heads" if takes else "output_heads"
                 setattr(part, leaf, LinearOfHeads(projection, name=f"{name}.{leaf}", **{which: count}))
 
 
@@ -361,31 +370,31 @@ def read_heads_apart(module: nn.Module) -> None:
     """Have norms of queries' and keys' heads, (B, N, T, D) in Gemma 3 and (B, T, N, D) in Qwen 3, read them apart.
 
     The view of a projection as heads is another layout on a TPU. Without the barrier XLA copies it in float32, for the
-    norm and once more behind it; with it, once in bf16 (tests/benchmarks/README.md, Other chips).
+    norm and once more behind it; with it, once in bf16 (tests/benchmarks/RESULTS.md).
     """
     for name, part in module.named_modules():
         if name.rpartition(".")[2] in HEAD_NORMS:
             part.register_forward_pre_hook(_apart)
 
 
-def read_activations_apart(module: nn.Module) -> None:
+def read_activations_apart(module: nn.Module, *, row_shards: int) -> None:
     """Have an adapted down_proj, and its adapter, read the MLP's activation behind a barrier, where tokens are many.
 
     XLA otherwise computes it in each product that reads it, forward and backward, from the outputs of gate_proj and
     up_proj. Behind the barrier it is written once, and kept for the backward pass: planned, a step of Qwen2.5 0.5B on
     v5e-8 takes 0.202 instead of 0.209 s, and of Gemma 3 270M 1.020 instead of 1.028 s, for 1 GiB more. A model that
     fills the chip loses (Mistral 7B, a row of 4,096 tokens on v6e: 11,183 instead of 12,167 tokens/s), and so does a
-    loop over layers, where it goes through a stack (tests/benchmarks/README.md, Unrolled and folded layers).
+    loop over layers, where it goes through a stack (tests/benchmarks/RESULTS.md).
     """
+
+    def read_apart(part: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *rest = inputs
+        are_many = math.prod(x.shape[:-1]) >= APART_TOKENS * part.out_features * row_shards
+        return (apart(x), *rest) if are_many else inputs
+
     for part in module.modules():
         if isinstance(part, LoraLinear) and part.leaf == "down_proj":
-            part.register_forward_pre_hook(_read_apart)
-
-
-def _read_apart(part: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    x, *rest = inputs
-    are_many = math.prod(x.shape[:-1]) >= APART_TOKENS * part.out_features * part.row_shards
-    return (apart(x), *rest) if are_many else inputs
+            part.register_forward_pre_hook(read_apart)
 
 
 def _apart(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -428,7 +437,7 @@ def placed_weights(
             frozen = place(item.tensor, name=item.name)
             # A Parameter is an alias of the tensor. In spmd torch_xla writes to the tensor behind it, and a program's
             # result replaces what the alias has: one that steps write into has to be the tensor itself.
-            is_written = leaf == "weight" and isinstance(owner, LoraLinear) and owner.is_written
+            is_written = leaf == "weight" and isinstance(owner, PaddedLora) and owner.is_written
             held = frozen if is_written else nn.Parameter(frozen, requires_grad=False)
             for name in names.pop(id(owner._parameters[leaf])):
                 path, _, leaf = name.rpartition(".")

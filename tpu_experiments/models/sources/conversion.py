@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, conversion_mapping
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -319,28 +319,3 @@ def converted_tensors(
         for name, tensor in made.items():
             found[name] = ConvertedTensor(name, tuple(tensor.shape), target, tuple(some), converter, module)
     return found
-
-
-OF_EXPERTS = {
-    "mixtral": ("gate", "w1", "w2", "w3"),
-    "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),
-}
-"""Targets that PEFT 0.21 takes for those of experts, by the model type whose conversions transformers uses."""
-
-
-def lost_in_peft(model: PreTrainedModel, paths: list[str]) -> list[str]:
-    """Return the modules whose adapters PEFT would read as those of other modules, and leave out.
-
-    PEFT converts adapters as transformers 5 converts checkpoints: a dense `down_proj` beside experts is a target of
-    theirs for it, and a name in the new form is renamed once more (Laguna's `shared_experts`).
-    """
-    kind = model.config.model_type
-    like = {**getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {}), "mixtral": "mixtral"}.get(kind)
-    moved = OF_EXPERTS.get(str(like), ())
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-
-    def is_renamed(path: str) -> bool:
-        renamed, _ = rename_source_key(f"{path}.lora_A.weight", renamings, [])
-        return not f"{path}.lora_A.weight".endswith(renamed)
-
-    return [path for path in paths if path.rpartition(".")[2] in moved or is_renamed(path)]

@@ -9,22 +9,23 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.models.adapters.dora import DoraLinear
+from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.adapters.lora import (
     LEARNT_SCALE,
     MAGNITUDE,
     A,
     B,
-    LoraLinear,
-    RoundedLinear,
     adapted_weights,
     adapter_weights,
     folded_weight,
     lengths_of_rows,
     scale_of,
 )
-from tpu_experiments.models.adapters.low_rank_qat import grid_of
+from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, grid_of
 from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
-from tpu_experiments.models.huggingface import HuggingFaceModel, Named
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
@@ -107,8 +108,8 @@ def build_frozen(
             del tensor  # otherwise it stays allocated while the next one is read
 
     for part in module.modules():
-        if isinstance(part, LoraLinear):
-            part.is_divided = lora.dora
+        if isinstance(part, DoraLinear):
+            part.divide()
         if isinstance(part, RoundedLinear):
             part.fold()
     placed_weights(module, weights(), place=place, marks={})
@@ -139,7 +140,7 @@ def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
         if not isinstance(part, LoraLinear):
             continue
         for leaf, value in ((B, 0.0), (MAGNITUDE, 1.0)):
-            own = getattr(part, leaf)
+            own = getattr(part, leaf, None)
             if own is not None:
                 tensor = place(torch.full(own.shape, value, dtype=own.dtype), name=f"{name}.{leaf}")
                 setattr(part, leaf, nn.Parameter(tensor, requires_grad=False))

@@ -21,10 +21,11 @@ from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.folders import cache_folder
-from tpu_experiments.models.families import classification, longformer, mlstm, xlstm
-from tpu_experiments.models.huggingface import CLASSIFIER, UNFIT, HuggingFaceModel
+from tpu_experiments.config.masking import LABEL
+from tpu_experiments.models.huggingface import CLASSIFIER, LONGFORMER, XLSTM, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.passes.generation import without_kernel
 
 log = logging.getLogger(__name__)
@@ -223,11 +224,11 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {use}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
-    modules = [forward, attention, experts, *([classification] if source.head == CLASSIFIER else [])]
-    own = {xlstm.MODEL_TYPE: [mlstm, xlstm], longformer.MODEL_TYPE: [longformer]}
-    modules += own.get(source.config.model_type, [])
-    for file in (__file__, *(str(module.__file__) for module in modules)):
-        digest.update(Path(file).read_bytes())
+    families = {XLSTM: ["mlstm", "xlstm"], LONGFORMER: ["longformer"]}.get(source.config.model_type, [])
+    own = ["classification", *families] if source.head == CLASSIFIER else families
+    files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, attention, experts))]
+    for file in (*files, *(Path(__file__).parents[1] / "families" / f"{name}.py" for name in own)):
+        digest.update(file.read_bytes())
     return Path(cache_folder("isolation"), digest.hexdigest()[:32])
 
 
@@ -295,6 +296,8 @@ def _hidden(module: nn.Module, ids: Tensor, *, causal: bool) -> Tensor:
 
 def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal: bool) -> Tensor:
     """Return the logits (texts, C) of texts in one row with padding behind them, as training computes them."""
+    from tpu_experiments.models.families.classification import class_logits, texts_of
+
     parts = [torch.cat([part, torch.zeros(1, dtype=torch.int64)]) for part in ids.split(lengths)]
     padding = torch.zeros(PADDING, dtype=torch.int64)
     segments = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts, start=1)] + [padding])
@@ -303,10 +306,11 @@ def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causa
         "positions": torch.cat([*(torch.arange(len(part)) for part in parts), padding])[None],
         "segments": segments[None],
         "learn": torch.cat([*(part == 0 for part in parts), padding > 0])[None].int(),
+        LABEL: torch.zeros_like(segments)[None],
     }
-    texts = classification.texts_of(rows, num_labels=2)
+    texts = texts_of(rows)
     parameters = dict(module.named_parameters())
-    return classification.class_logits(module, parameters, texts, causal=causal)[0, : len(parts)]
+    return class_logits(module, parameters, texts, causal=causal)[0, : len(parts)]
 
 
 def _by_features(module: nn.Module, ids: Tensor) -> Tensor:

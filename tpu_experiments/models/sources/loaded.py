@@ -28,9 +28,10 @@ from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models import huggingface
 from tpu_experiments.models.adapters import lora as adapters
-from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, UNFIT, HuggingFaceModel, decoder_config, silent
+from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, HuggingFaceModel, decoder_config, silent
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.sources import buffers, build, conversion
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.models.stack.fold import decoder_layers
@@ -41,7 +42,7 @@ LENGTHS = (13, 10)
 """Tokens of the two documents of the row; the second is left out where rows hold one document."""
 PADDING = 3
 TOLERANCE = 1e-4
-"""Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/README.md)."""
+"""Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/RESULTS.md)."""
 BYTES = 2**30
 """Float32 weights up to which a model is loaded whole."""
 MOST_BYTES = 8 * 2**30

@@ -17,8 +17,13 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tpu_experiments.config.mesh import Axes
-from tpu_experiments.models.adapters.lora import LoraLinear, padded_adapters
-from tpu_experiments.models.adapters.padded import weights_with_adapters, with_adapters, with_padding
+from tpu_experiments.models.adapters.padded import (
+    PaddedLora,
+    padded_adapters,
+    weights_with_adapters,
+    with_adapters,
+    with_padding,
+)
 from tpu_experiments.models.parts.bitnet import current_mix, mixed
 from tpu_experiments.models.parts.dropout import current_noise, noise
 from tpu_experiments.models.parts.float32_gradients import cast_weights
@@ -284,7 +289,7 @@ class FoldedLayers(nn.Module):
             offload=self.remat == "offload",
         )
 
-    def _filler(self, names: list[str], padded: Mapping[str, LoraLinear]) -> Fill:
+    def _filler(self, names: list[str], padded: Mapping[str, PaddedLora]) -> Fill:
         """Return a function that writes a layer's adapters into its gathered weights."""
         gathered = {name: part for name, part in padded.items() if part.is_gathered}
         names_of = {id(part): name for name, part in gathered.items()}
@@ -292,7 +297,7 @@ class FoldedLayers(nn.Module):
         def filled(weights: Sequence[Tensor]) -> list[Tensor]:
             own = dict(zip(names, weights, strict=True))
             for name, adapter in gathered.items():
-                values = adapter.padding_values(lambda owner, part: own[f"{names_of[id(owner)]}.{part}"])
+                values = adapter.values(lambda owner, part: own[f"{names_of[id(owner)]}.{part}"])
                 own[f"{name}.weight"] = with_padding(own[f"{name}.weight"], values)
             return list(own.values())
 

@@ -22,12 +22,11 @@ from torch._functorch.partitioners import (
 )
 
 from tpu_experiments.config.model_schema import SAVABLE, SAVED
+from tpu_experiments.models.parts.named import LOW, NAMED, named
 from tpu_experiments.runtime.kernels.attention import BACKWARD
 from tpu_experiments.runtime.kernels.contraction import CONTRACTION
 from tpu_experiments.runtime.ops import APART
 
-LOW = "low"
-"""Name of an adapter's low-rank product A x, r numbers per token, and of DoRA's norms: always saved."""
 PROJECTIONS = SAVABLE[1:]
 READ_APART = tuple(name for name in PROJECTIONS if name != "down_proj")
 """Projections that are read behind a barrier where they are saved. Of a layer whose down_proj is, because a norm reads
@@ -38,23 +37,7 @@ VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torc
 MUL = torch.ops.aten.mul.Tensor
 PIECES = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten._to_copy.default, MUL)
 SUM = torch.ops.aten.sum.dim_IntList
-SAME_NUMBERS = {getattr(torch.ops.aten, name).default for name in AS_THEY_ARE}
-
-
-@torch.library.custom_op("tpu_experiments::named", mutates_args=())
-def named(x: Tensor, name: str) -> Tensor:
-    """Return `x` under a name by which a remat policy can save it."""
-    return x.clone()
-
-
-@named.register_fake
-def _(x: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-NAMED = torch.ops.tpu_experiments.named.default
-SAME_NUMBERS.add(NAMED)
-named.register_autograd(lambda ctx, grad: (grad, None))
+SAME_NUMBERS = {NAMED, *(getattr(torch.ops.aten, name).default for name in AS_THEY_ARE)}
 
 
 @dataclass(frozen=True)
@@ -134,7 +117,7 @@ def read_apart(forward: fx.GraphModule) -> None:
 
     The product that computes one then writes it into its stack as well. Otherwise XLA computes what reads the
     projection in that product, and the projection itself once more for the stack, from arrays of its size: 250 of the
-    4,580 us of a layer of Mistral 7B on v6e-8 (tests/benchmarks/README.md, Unrolled and folded layers).
+    4,580 us of a layer of Mistral 7B on v6e-8 (tests/benchmarks/RESULTS.md).
     """
     output = forward.graph.output_node()
     results: Any = output.args[0]
@@ -155,7 +138,7 @@ def in_parts(backward: fx.GraphModule, parts: int, wanted: set[int]) -> dict[int
 
     XLA adds up what the chips that split the rows have summed where it is summed: for a layer's gradients, inside the
     loop over layers. Of these sums each chip keeps its own, and what is behind the loop adds them: 4 all-reduces a step
-    of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/README.md, Sums that wait).
+    of Mistral 7B on v6e-8 in the place of 128 (tests/benchmarks/RESULTS.md).
 
     Args:
         parts: those that devices split the rows into.
@@ -241,7 +224,7 @@ def read_by_number(backward: fx.GraphModule, sources: Sequence[int | None]) -> f
     """Have attention take saved queries, keys and values as stacks of all layers, in place; return their numbers.
 
     A kernel reads a layer's blocks out of a stack; otherwise XLA copies the layer out of it first, since a kernel is
-    opaque to it: 10 of the 860 ms of Mistral 7B's step on v5e-8 (tests/benchmarks/README.md, Attention's own kernels).
+    opaque to it: 10 of the 860 ms of Mistral 7B's step on v5e-8 (tests/benchmarks/RESULTS.md).
     """
     placeholders = list(backward.graph.find_nodes(op="placeholder"))
     calls = backward.graph.find_nodes(op="call_function", target=BACKWARD)

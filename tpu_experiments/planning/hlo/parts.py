@@ -59,7 +59,7 @@ class Widths:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Ranks of one adapter, and of two or three that read one tensor (models/adapters/lora.py)."""
+        """Ranks of one adapter, and of two or three that read one tensor (models/adapters/linear.py)."""
         return frozenset(count * self.rank for count in (1, 2, 3) if self.rank)
 
     @property

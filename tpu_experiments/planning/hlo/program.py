@@ -207,7 +207,6 @@ def kernel_of(call: Instruction, *, within: Computation) -> Kernel:
         name=kernel_name(call),
         count=1,
         operand_shapes=tuple(str(shape) for shape in read),
-        output_shapes=tuple(str(shape) for shape in call.shapes),
         flops=float(flops) if flops else None,
         num_bytes=float(moved) if moved else sum(shape.num_bytes for shape in (*read, *call.shapes)),
     )

@@ -231,8 +231,6 @@ class Kernel:
     operands and results."""
     operand_shapes: tuple[str, ...] = ()
     """Arrays that one call reads, for example `bf16[1,32,2048,128]`."""
-    output_shapes: tuple[str, ...] = ()
-    """Arrays that one call writes."""
 
 
 @dataclass(frozen=True)

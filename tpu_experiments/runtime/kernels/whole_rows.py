@@ -13,7 +13,7 @@ first products of the next part are computed beside the softmax of this one; q a
 Scores are (keys, queries). Sums over keys then add registers instead of lanes, log-sum-exps are rows as the backward
 pass reads them, and what is transposed has D features of a token, not its weights. Softmax goes by powers of 2, as the
 TPU's exponential does; log2(e) is part of the factor of the rotated queries. Cycles of one causal head by libtpu
-0.0.21's final schedule, forward and backward (tests/benchmarks/README.md, Attention's own kernels):
+0.0.21's final schedule, forward and backward (tests/benchmarks/RESULTS.md):
 
                                splash              here
     1,024 tokens, D=128, v6e   5,067 and 7,870     2,918 and 5,250

@@ -84,11 +84,6 @@ def ending_of(error: Exception, *, config: Config | None) -> tuple[str, int]:
     return f"hw={config.hw.name}; {sentence}; the traceback is in {write_traceback(error, config=config)}.", code
 
 
-def lacks_device_memory(error: BaseException) -> bool:
-    """Return whether an error says that a GPU or TPU ran out of memory."""
-    return any(SPACE.search(text) or NO_DEVICE_MEMORY.search(text) for text in _texts(error))
-
-
 def is_lost(error: BaseException) -> bool:
     """Return whether an error says that a TPU stopped working."""
     return any(LOST.search(text) for text in _texts(error))

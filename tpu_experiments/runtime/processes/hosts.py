@@ -326,12 +326,7 @@ def _place_from_torchrun(hw: HwConfig) -> tuple[int, Place]:
 def _place_from_slice(hw: HwConfig) -> tuple[int, Place]:
     if hw.device != "tpu":
         raise ValueError("it is no worker of a slice")
-    if hw.runtime == "xla":
-        from tpu_experiments.runtime.xla.device import workers as workers_of_xla
-
-        rank, addresses = workers_of_xla()
-    else:
-        rank, addresses = workers()
+    rank, addresses = workers()
     return len(addresses), Place(rank, addresses[0])
 
 

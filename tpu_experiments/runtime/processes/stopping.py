@@ -26,6 +26,7 @@ MAX_PROCESSES = 256
 REQUESTED, STOP_AT, CALLS = 0, 1, 2
 """Indices of the page's 8-byte fields; from CALLS on there is one for each process."""
 STUCK_SECONDS = 300.0  # the longest time that a TPU maintenance event leaves a process to stop
+WATCH_SECONDS = 0.5
 INTERRUPTED_EXIT_CODE = 130  # a shell's exit code for a program that Ctrl-C ended
 TERMINATED_EXIT_CODE = 143
 
@@ -64,6 +65,11 @@ class SharedRequest:
     def request(self) -> None:
         """Ask all processes to stop; a second call changes nothing."""
         self._page[REQUESTED] = self._page[REQUESTED] or time.monotonic_ns()
+
+    def wait(self) -> None:
+        """Return after any process has asked to stop."""
+        while not self.requested:
+            time.sleep(WATCH_SECONDS)
 
     def agreed(self, rank: int) -> bool:
         """Return whether to stop here; every process of the run must call it at the same points of its work.

@@ -61,7 +61,7 @@ NO_TPU = {
 }
 """Without these TorchTPU asks a metadata server for minutes. What is lowered does not depend on the type."""
 NAMED = "tpu_experiments.named.default"
-"""Operator of models/stack/layer_graph.py that gives a value a name for the policy of what is saved."""
+"""Operator of models/parts/named.py that gives a value a name for the policy of what is saved."""
 LOWERED = (*NAMES, *OPERATORS, *PRODUCTS)
 """Operators of this package that are lowered here."""
 

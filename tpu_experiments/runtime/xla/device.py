@@ -17,7 +17,6 @@ import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
-from torch_xla._internal import tpu
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from torch_xla.utils.utils import getenv_as
 
@@ -236,14 +235,6 @@ def _arrivals(dealer: Dealer[Info, dict[str, Tensor]], loaders: list[Any]) -> It
             dealer.raise_if_early()
             return
         yield dealer.info(), tensors
-
-
-def workers() -> tuple[int, list[str]]:
-    """Return the index of this worker and the addresses of all workers by index.
-
-    They are from the VM's metadata, or on GKE from TPU_WORKER_ID and TPU_WORKER_HOSTNAMES. No device is initialised.
-    """
-    return tpu.worker_id(), tpu.get_worker_ips()
 
 
 def devices_seen(device: str) -> tuple[int, str, float]:

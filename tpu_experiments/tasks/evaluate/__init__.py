@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from tpu_experiments.config.escaping import for_terminal
-from tpu_experiments.config.schema import ClassifyConfig, Config
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.loggers.runlog import start_run_log, terminal_log
 from tpu_experiments.metrics.bootstrap import Sums
@@ -28,7 +28,7 @@ from tpu_experiments.metrics.held_out import (
     compared_measures,
     without,
 )
-from tpu_experiments.objectives.base import has_bound, has_perplexity, writes_text
+from tpu_experiments.objectives.base import objective_class, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -73,7 +73,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
             ngrams=inputs.ngrams,
         )
-    has_bytes = writes_text(config) or has_bound(config)
+    has_bytes = writes_text(config) or objective_class(config).has_bound
     widths = widths_of(inputs.tokenizer) if has_bytes else None
     if widths is None and has_bytes:
         log.warning(
@@ -99,13 +99,13 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
     }
     values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
     by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
-    if not has_perplexity(config):
-        named = as_bounds if has_bound(config) else partial(without, measure="perplexity")
+    if not objective_class(config).has_perplexity:
+        named = as_bounds if objective_class(config).has_bound else partial(without, measure="perplexity")
         found = {name: named(each) for name, each in found.items()}
         by_value = {name: {value: named(each) for value, each in own.items()} for name, own in by_value.items()}
     labels = {}
-    if isinstance(config.objective, ClassifyConfig):
-        names = config.objective.labels or ()
+    if config.objective.reads_labels:
+        names = config.objective.known_labels() or ()
         labels = compared_labels(predicted["base"], predicted.get("trained"), labels=names, resampling=how)
     further = {
         name: compared_measures(sums_D, more.get("trained", {}).get(name), measure=FURTHER[name], resampling=how)

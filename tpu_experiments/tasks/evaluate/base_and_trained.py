@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import LABEL
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import fixed_batches
@@ -21,9 +22,6 @@ from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.held_out import LabelPairs, document_sums
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source, objective_of
-from tpu_experiments.objectives.classify import Classify
-from tpu_experiments.objectives.masked import Masked
-from tpu_experiments.objectives.replaced_token import ReplacedToken
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.stacked import hugging_face_names, stacked
 from tpu_experiments.storage.tensors import require_finite
@@ -71,14 +69,12 @@ class ModelAndBase:
         self.parameters = model.trainable
         self.config = config
         objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
-        if isinstance(objective, Classify):
-            scores = objective.predictions
-        else:
-            scores = objective.detections if isinstance(objective, ReplacedToken) else objective.scores
-        self.scorer = Scorer(model.module, runtime=runtime, token_scores=scores, parameters=self.parameters)
+        self.scorer = Scorer(
+            model.module, runtime=runtime, token_scores=objective.document_scores, parameters=self.parameters
+        )
         self.objective = objective
         self.pseudo_scorer: Scorer | None = None
-        if isinstance(objective, Masked):
+        if objective.masks_in_turn:
             masked = partial(objective.masked_scores, places=MOST_COPIES)
             self.pseudo_scorer = Scorer(
                 model.module, runtime=runtime, token_scores=masked, parameters=self.parameters, name=PSEUDO
@@ -126,14 +122,12 @@ class ModelAndBase:
         if held_out.labelling is not None:
             # In the place of hits there are the numbers of the predicted labels.
             last_D = np.cumsum(held_out.flat.lengths_D) - 1
-            self.labels[held_out.name] = np.stack([held_out.flat.ids_L[last_D], hits_L[last_D]], 1).astype(np.int64)
-            hits_L = predicted_L * (hits_L == held_out.flat.ids_L)
-        if isinstance(self.objective, ReplacedToken):
-            # In the place of hits there is what every token is taken for, and whether it was replaced.
-            replaced_L, said_L = predicted_L * (hits_L >= 2), predicted_L * (hits_L % 2)
-            found_DK = sums_of_documents(held_out, [predicted_L, replaced_L, said_L, replaced_L * said_L])
-            self.further.setdefault("detection", {})[held_out.name] = found_DK
-            hits_L = predicted_L * (replaced_L == said_L)
+            label_L = held_out.flat.more[LABEL]
+            self.labels[held_out.name] = np.stack([label_L[last_D], hits_L[last_D]], 1).astype(np.int64)
+            hits_L = predicted_L * (hits_L == label_L)
+        hits_L, measured = self.objective.read_hits(hits_L, predicted_L)
+        for measure, each_L in measured.items():
+            self.further.setdefault(measure, {})[held_out.name] = sums_of_documents(held_out, each_L)
         if self.ngrams is not None:
             guessed = [predicted_L * (guess_L == held_out.flat.ids_L) for guess_L in self.ngrams.guesses(held_out)]
             found_DK = sums_of_documents(held_out, [predicted_L, hits_L, *guessed])
@@ -151,7 +145,6 @@ class ModelAndBase:
     def mask_in_turn(self, held_out: HeldOut, *, num_documents: int) -> None:
         """Add the sums of pseudo-perplexity over the first documents to `further`; every process takes part."""
         assert self.pseudo_scorer is not None
-        assert isinstance(self.objective, Masked)
         self.further.setdefault(PSEUDO, {})[held_out.name] = pseudo_sums(
             held_out,
             num_documents=num_documents,

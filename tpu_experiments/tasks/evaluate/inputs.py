@@ -7,10 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, MaskedConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
-from tpu_experiments.objectives.base import Computing, model_source, objective_of, writes_text
-from tpu_experiments.objectives.masked import Masked
+from tpu_experiments.objectives.base import Computing, model_source, objective_class, objective_of, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.ngrams import Ngrams, counted
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
@@ -83,7 +82,7 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
 def ngrams_of(config: Config, inputs: RunInputs) -> Ngrams | None:
     """Count the tokens of the training split of all sources, for masked language models; None for other models."""
     objective = objective_of(config, Computing(), tokenizer=inputs.tokenizer)
-    if not isinstance(objective, Masked):
+    if not objective.masks_in_turn:
         return None
     stores = [source.store("train", inputs.eval_seq_len) for source in inputs.sources.values()]
     return counted(stores, vocabulary=objective.vocabulary)
@@ -96,7 +95,7 @@ def check_pseudo_perplexity(config: Config) -> None:
         ConfigError: `task.pseudo_perplexity_documents` is set for another objective.
     """
     wanted = task_of(config).pseudo_perplexity_documents
-    if wanted and not isinstance(config.objective, MaskedConfig):
+    if wanted and not objective_class(config).masks_in_turn:
         raise ConfigError(
             f"task.pseudo_perplexity_documents={wanted} with objective={config.objective.name}; tokens are masked in "
             "turn for runs of objective=mlm alone; leave it out."

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.rows import Rows, RowSource
-from tpu_experiments.objectives.masked import Vocabulary
+from tpu_experiments.objectives.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 2**25

@@ -16,7 +16,7 @@ from tpu_experiments.data.held_out import HeldOut
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.metrics.bootstrap import Sums
-from tpu_experiments.objectives.masked import Vocabulary
+from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.training.evaluation import Scorer
 
 MOST_COPIES = 16
@@ -50,7 +50,7 @@ def pseudo_sums(
     Of a document longer than a row its beginning is read.
 
     Args:
-        scorer: of `Masked.masked_scores`.
+        scorer: of `Objective.masked_scores`.
         shape: (rows at once over all devices, tokens per row).
     """
     rows_at_once, seq_len = shape

@@ -13,7 +13,7 @@ from tpu_experiments.metrics.held_out import (
     LabelComparison,
     MeasureComparison,
 )
-from tpu_experiments.objectives.base import has_bound, has_perplexity, is_causal
+from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 
@@ -81,24 +81,8 @@ def as_text(
     own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]
     others = [_FURTHER_TABLES[name](values) for name, values in further.items() if values]
     tables = [title, *own, *others, *by, *([answers_table(answers)] if answers else [])]
-    if labels:
-        tables.append("majority: the accuracy of giving every text the most frequent label")
-    elif has_bound(subject.config):
-        tables.append(
-            "loss: an upper bound of -log p in nats per token, estimated with one draw of masks for each document; "
-            "accuracy: of masked tokens, at a number of them that is uniform in 1 to all"
-        )
-    elif not has_perplexity(subject.config):
-        tables.append(
-            "loss and accuracy are the discriminator's, of every token but a document's first; precision, recall and "
-            "F1 are of finding the replaced tokens; majority: the accuracy of taking every token for an original"
-        )
-    elif not is_causal(subject.config):
-        tables.append(
-            "loss, perplexity and accuracy are of masked tokens, given the others on both sides; unigram and bigram: "
-            "accuracies of the training split's most frequent token, and of the most frequent one behind the token to "
-            "the left, masked or not"
-        )
+    words = objective_class(subject.config).words_of_evaluation
+    tables += [words] if words else []
     return "\n".join([*tables, f"[...]: {100 * task.confidence:g} % of {task.resamples} resamples", subject.results])
 
 

@@ -15,9 +15,9 @@ from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.schema import Config, NextTokenConfig
+from tpu_experiments.config.objectives import FIRST, TARGETS
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
-from tpu_experiments.config.trust import OBJECTIVES
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
@@ -26,8 +26,6 @@ from tpu_experiments.training.given import run_to_evaluate
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
-SCORED = tuple(kind._target_ for kind in OBJECTIVES)
-"""Classes of the objectives whose runs are scored."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ def _require_scored(folder: RunFolder) -> None:
     Raises:
         ConfigError: it has another objective.
     """
-    target = (folder.stored_identity() or {}).get("objective._target_", NextTokenConfig._target_)
-    if target not in SCORED:
+    target = (folder.stored_identity() or {}).get("objective._target_", FIRST)
+    if target not in TARGETS:
         raise ConfigError(
             f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens and "
             "labels; the run's own held-out losses are in its metrics.jsonl and result.json."

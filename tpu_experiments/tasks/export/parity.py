@@ -30,7 +30,7 @@ FLOAT32_RMS = 2e-4
 """Root mean square difference of log-probabilities that sums in another order stay below, in float32."""
 PART_OF_ROUNDING = 0.05
 """Largest difference of an export from the trained model with the form's rounding, over what the rounding does.
-Measured below 0.001 where nothing is wrong (tests/benchmarks/README.md)."""
+Measured below 0.001 where nothing is wrong (tests/benchmarks/RESULTS.md)."""
 PART_WITH_INPUTS = 2.0
 """The same where the library rounds the inputs of products too, which the yardstick does not: a fault that is smaller
 than that rounding is not seen there."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.pages.table import aligned, markdown_line
 from tpu_experiments.storage import strict_json
 from tpu_experiments.tasks.export.parity import Parity
@@ -74,16 +75,17 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
         "",
         markdown_line(COLUMNS),
         markdown_line(["---"] * len(COLUMNS)),
-        *(markdown_line(row_of(parity)) for parity in parities),
+        *(markdown_line([for_markdown(cell) for cell in row_of(parity)]) for parity in parities),
         "",
-        *(f"* {parity.form}: {parity.reason}." for parity in parities if parity.reason),
+        *(f"* {parity.form}: {for_markdown(parity.reason)}." for parity in parities if parity.reason),
         *[""][: any(parity.reason for parity in parities)],
     ]
     if first.perplexity is not None:
         lines += [
-            f"Compared in {first.arithmetic} on {first.tokens:,} tokens of {first.documents} {first.data}, of which "
-            f"the trained model's perplexity is {first.perplexity:.4f}. `ratio`: perplexity of the files over "
-            "that of the trained model. `kept`: part of training's effect that the files hold, 1 for all. `rounding`: "
+            f"Compared in {first.arithmetic} on {first.tokens:,} tokens of {first.documents} "
+            f"{for_markdown(first.data)}, of which the trained model's perplexity is {first.perplexity:.4f}. `ratio`: "
+            "perplexity of the files over that of the trained model. `kept`: part of training's effect that the files "
+            "hold, 1 for all. `rounding`: "
             "what the form's own rounding does to the trained model, root mean square difference of log-probabilities, "
             "nats; `beyond`: that of the files from the trained model so rounded. `KL`: mean divergence of the next "
             "token's distribution, nats. `log-prob.`: largest difference of a log-probability, over the whole "
@@ -93,5 +95,7 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
             "",
         ]
     lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]
-    lines += [markdown_line([name, f"{f['bytes']:,}", f"`{f['sha256']}`"]) for name, f in sorted(files.items())]
+    lines += [
+        markdown_line([for_markdown(name), f"{f['bytes']:,}", f"`{f['sha256']}`"]) for name, f in sorted(files.items())
+    ]
     return "\n".join(lines) + "\n"

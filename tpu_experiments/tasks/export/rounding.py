@@ -65,11 +65,12 @@ def round_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]], roun
         error = rounded(name, weight) - weight
         if not bool(error.any()):
             continue
-        own = parameters[name]
-        if own.dtype == torch.float32 and own.shape == error.shape:
+        own, part = parameters[name], module.get_submodule(name.rpartition(".")[0])
+        has_length = getattr(part, "lora_magnitude_vector", None) is not None
+        if own.dtype == torch.float32 and own.shape == error.shape and not has_length:
             own.add_(error)
-        else:  # codes of a quantised base, or integers with their adapter folded in
-            module.get_submodule(name.rpartition(".")[0]).register_forward_hook(_adds(error))
+        else:  # codes of a quantised base, integers with their adapter folded in, or DoRA, which divides by a norm
+            part.register_forward_hook(_adds(error))
 
 
 def _adds(error_NK: Tensor) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:

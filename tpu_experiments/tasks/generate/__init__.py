@@ -12,7 +12,7 @@ from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.loggers.runlog import terminal_log
-from tpu_experiments.objectives.base import denoises
+from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.runtime.base import UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.storage import paths, strict_json
@@ -63,7 +63,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
         runtime = make_runtime(config)
         num_rows = min(task.batch_rows, max(1, len(prompts)) * task.num_return_sequences)
         how: dict[str, Any] = {"task": task, "num_rows": num_rows, "seed": config.seed}
-        made_of = denoiser_of if denoises(origin.config) else decoder_of
+        made_of = denoiser_of if objective_class(origin.config).denoises else decoder_of
         decoder = made_of(runtime, origin, source, **how)
         log.info("%s of model %s, %s, on %s", origin.text, origin.config.model.name, reader.kind, device_name(runtime))
     answers = Answers(decoder, reader, runtime=runtime, num_sequences=task.num_return_sequences)

@@ -3,15 +3,14 @@
 from torch import nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, MaskedDiffusionConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, GenerateTaskConfig
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.denoising import Denoiser
 from tpu_experiments.models.passes.generation import Decoder
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.models.sources.isolation import require_left_padding
-from tpu_experiments.objectives.base import denoises, model_source, writes_text
-from tpu_experiments.objectives.masked import vocabulary_of
+from tpu_experiments.objectives.base import Computing, model_source, objective_class, objective_of, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.answers import Reader
 from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
@@ -30,7 +29,7 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
         ConfigError: the tokenizer has no chat template, or no bucket leaves room for an answer.
     """
     config = origin.config
-    if denoises(config):
+    if objective_class(config).denoises:
         require_denoising(origin, task)
     elif not writes_text(config):
         raise ConfigError(
@@ -48,7 +47,7 @@ def reader_of(origin: Origin, task: AnswerTaskConfig, *, format: str) -> tuple[R
 
     ends = ends_of(tokenizer, kind=kind, config=source.config, folder=source.folder)
     at_once = task.tokens_per_call
-    if denoises(config) and isinstance(task, GenerateTaskConfig):
+    if objective_class(config).denoises and isinstance(task, GenerateTaskConfig):
         at_once = task.denoising.block
     return Reader(ids, tokenizer, ends, kind, _buckets(task, limit=limit, tokens_at_once=at_once)), source
 
@@ -111,15 +110,13 @@ def denoiser_of(
     runtime: Runtime, origin: Origin, source: HuggingFaceModel, *, task: GenerateTaskConfig, num_rows: int, seed: int
 ) -> Denoiser:
     """Load the weights of a model of masked diffusion onto the device; arguments and errors as of `decoder_of`."""
-    objective = origin.config.objective
-    assert isinstance(objective, MaskedDiffusionConfig)
     tokenizer = load_run_tokenizer(origin.config)
     return Denoiser(
         frozen_of(runtime, origin, source),
         runtime=runtime,
         choice=task,
         settings=task.denoising,
-        mask_id=vocabulary_of(tokenizer, mask_token=objective.mask_token).mask_id,
+        mask_id=objective_of(origin.config, Computing(), tokenizer=tokenizer).mask_id,
         num_rows=num_rows,
         max_new_tokens=task.max_new_tokens,
         seed=seed,

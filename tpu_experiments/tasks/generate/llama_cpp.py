@@ -5,7 +5,6 @@ weights. It runs in this process, behind a port of this machine that a key of th
 """
 
 import json
-import logging
 import re
 import secrets
 import urllib.error
@@ -20,7 +19,6 @@ from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import form_of
 from tpu_experiments.tasks.generate.prompts import Ends
 
-log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 3600.0
 """Longest silence of llama.cpp: it computes a whole prompt before the first token."""
 ADAPTER = "adapter"

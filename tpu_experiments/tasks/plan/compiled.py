@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import flags_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
-from tpu_experiments.metrics.flops import trained_flops
+from tpu_experiments.objectives.base import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.length import OutsideSteps

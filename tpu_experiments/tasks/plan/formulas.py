@@ -22,7 +22,7 @@ from tpu_experiments.planning.timing import StepTime
 
 OF_A_GPU = (
     "plain torch on a GPU may reach neither: three recipes on an H200 took 0.9 to 4.8 times the planned step and 1.0 "
-    "to 2.4 times the planned memory (tests/benchmarks/README.md, 2026-11-27)"
+    "to 2.4 times the planned memory (tests/benchmarks/RESULTS.md, 2026-11-27)"
 )
 """Said of every plan of a GPU."""
 

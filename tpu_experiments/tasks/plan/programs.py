@@ -12,6 +12,7 @@ from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import PlanTaskConfig
+from tpu_experiments.data.rows import TOKEN_ARRAYS, Array
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
@@ -24,7 +25,7 @@ from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.evaluation import WORDS, evaluating
 from tpu_experiments.training.pack import Pack, part_of
-from tpu_experiments.training.step import ACTIVE, ROW_TENSORS, stage_tensors
+from tpu_experiments.training.step import ACTIVE, stage_tensors
 
 Shape = tuple[int, int, int]
 
@@ -161,7 +162,7 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
         lowered: Lowered = trainer.runtime.lower(
             trainer.evaluator.sums,
             name="eval",
-            batch=rows_like(shape, names=trainer.evaluator.tensor_names),
+            batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=trainer.objective.arrays),
             rows_dim=0,
             as_run=trainer.evaluator.program,
         )
@@ -185,15 +186,20 @@ def sample_like(sampler: Any, *, rows: int) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
 
 
-def rows_like(shape: tuple[int, ...], *, names: Sequence[str] = ROW_TENSORS) -> dict[str, Tensor]:
+def rows_like(
+    shape: tuple[int, ...], *, names: Sequence[str] = TOKEN_ARRAYS, arrays: Sequence[Array] = ()
+) -> dict[str, Tensor]:
     """Return placeholders for a batch of rows."""
-    sizes = {name: shape[:-1] if name == NOISE else shape for name in names}
-    return {name: torch.empty(size, dtype=torch.int32, device="meta") for name, size in sizes.items()}
+    known = [Array(name, "int32", per="row" if name == NOISE else "token") for name in names]
+    return {
+        array.name: torch.empty(array.shape(shape), dtype=getattr(torch, array.dtype), device="meta")
+        for array in (*known, *arrays)
+    }
 
 
 def batch_like(shape: Shape, *, trainer: Any) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
-    batch = rows_like(shape) | {"lr": torch.empty(1, device="meta")}
+    batch = rows_like(shape, arrays=trainer.objective.arrays) | {"lr": torch.empty(1, device="meta")}
     if trainer.config.model.linear_warmup_steps:
         batch[MIX] = torch.empty(shape[:2], device="meta")
     if has_noise(trainer.config, trainer.model.module):

@@ -4,7 +4,6 @@ Every stage is cut to `task.steps`; everything else is the user's own config. Th
 Their output and the verdict are written to `<output_dir>/resume_check/<name>`.
 """
 
-import logging
 import sys
 import tempfile
 from copy import deepcopy
@@ -22,7 +21,6 @@ from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.setup import check_model, make_inputs
 from tpu_experiments.training.batches import num_steps
 
-log = logging.getLogger(__name__)
 MIN_STEPS = 4
 """Two saves and a lost step, then a blocking save, another lost step and no other save."""
 

@@ -115,7 +115,7 @@ def tokenizer_of(config: Config, task: TokenizerTaskConfig, folder: str) -> list
         known = strict_json.loads(paths.read_bytes(measures_file)) if paths.exists(measures_file) else {}
         if known.get("of") == of_measures:
             return [Measures.of(fields) for fields in known["tokenizers"]]
-        tokenizer = _loaded(config, folder)
+        tokenizer = _loaded(folder)
     else:
         log.info("%d documents, %.1f MB of text; training", training.num_documents, training.num_bytes / 1e6)
         tokenizer = _written(config, task, folder, training)
@@ -202,7 +202,7 @@ def _other(config: Config, task: TokenizerTaskConfig) -> PreTrainedTokenizerBase
     )
 
 
-def _loaded(config: Config, folder: str) -> PreTrainedTokenizerBase:
+def _loaded(folder: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a complete folder, local or remote."""
     with paths.local_copy(folder) as local:
         return load_tokenizer(local, revision=None, chat_template_path=None, key="task.folder")

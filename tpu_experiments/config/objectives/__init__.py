@@ -1,0 +1,21 @@
+"""Settings of objectives, one file for each; a config of conf/objective takes `base_NAME` of its own."""
+
+from tpu_experiments.config.objectives.base import ObjectiveConfig
+from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.masked import MaskedConfig
+from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
+from tpu_experiments.config.objectives.next_token import NextTokenConfig
+from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
+
+OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
+    "next_token": NextTokenConfig,
+    "mlm": MaskedConfig,
+    "rtd": ReplacedTokenConfig,
+    "classify": ClassifyConfig,
+    "masked_diffusion": MaskedDiffusionConfig,
+}
+"""Objectives of this project by the names of their files in conf/objective."""
+TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())
+"""Their classes."""
+FIRST = NextTokenConfig._target_
+"""The only class that runs had before there was a choice."""

@@ -1,0 +1,51 @@
+"""Settings that every objective has, and what the config must know of it before torch is imported."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+from tpu_experiments.config.data_schema import PrepareConfig
+
+
+@dataclass
+class ObjectiveConfig:
+    """What the model learns from its rows."""
+
+    name: str = MISSING
+    _target_: str = MISSING
+    """Swap point: class derived from `Objective` (tpu_experiments/objectives/base.py)."""
+
+    is_own: ClassVar[bool] = False
+    """Whether its class is the user's."""
+    trains_encoders: ClassVar[bool] = False
+    """Whether its models are encoders, none of which has ternary weights (`model.linear=bitnet`)."""
+    takes_rounded_weights: ClassVar[bool] = False
+    """Whether `model.linear=lr_qat` goes with it."""
+    reads_labels: ClassVar[bool] = False
+    """Whether a text comes with a label (`data.<name>.label_field`)."""
+    counts_flops: ClassVar[bool] = True
+    """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
+    why_alone: ClassVar[str | None] = None
+    """Why its runs share no program with others (config/packs.py)."""
+
+    def known_labels(self) -> list[str] | None:
+        """Return the labels in the order of their numbers; None where it has none, or they are not known yet."""
+        return None
+
+    def with_labels(self, labels: list[str]) -> "ObjectiveConfig":
+        """Return the settings with the labels of the training rows; only where labels are read."""
+        raise NotImplementedError
+
+    def problems(self, prepare: PrepareConfig) -> list[str]:
+        """Return what is wrong with the settings together with those of data preparation."""
+        return []
+
+
+@dataclass
+class OwnObjectiveConfig(ObjectiveConfig):
+    """An objective of the user's own."""
+
+    is_own: ClassVar[bool] = True
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the class, as its argument `options`."""
