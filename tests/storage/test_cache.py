@@ -9,7 +9,8 @@ from typing import BinaryIO
 import pytest
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.storage.cache import KEPT_SECONDS, FileCache, default_folder
+from tpu_experiments.config.folders import cache_folder
+from tpu_experiments.storage.cache import KEPT_SECONDS, FileCache
 
 
 def filling(data: bytes) -> Callable[[BinaryIO], object]:
@@ -118,9 +119,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         FileCache(str(tmp_path / "file" / "x"), max_bytes=1)
 
 
-def test_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert default_folder() == "/x/tpu_experiments/shards"
+    assert cache_folder("shards") == "/x/tpu_experiments/shards"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert default_folder() == "/home/me/.cache/tpu_experiments/shards"
+    assert cache_folder("shards") == "/home/me/.cache/tpu_experiments/shards"

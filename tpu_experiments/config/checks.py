@@ -6,12 +6,13 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.data_schema import OWN_KEYS
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
+from tpu_experiments.config.fields import walk
+from tpu_experiments.config.folders import PACKAGE
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
 from tpu_experiments.config.packs import why_alone
@@ -136,7 +137,7 @@ def check(config: Config) -> None:
     misplaced = list(_kind_problems(config))
     if misplaced:
         raise ConfigError("\n".join(misplaced))  # the rules below assume correct types
-    problems = list(_field_problems(config))
+    problems = [problem for key, spec, _, value in walk(config) for problem in field_problems(spec, key, value)]
     if not problems:
         problems = _stages(config)  # divides by the values, so they must be in range
     for rule in RULES:
@@ -145,16 +146,9 @@ def check(config: Config) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _kind_problems(node: Any, prefix: str = "") -> Iterator[str]:
+def _kind_problems(config: Config) -> Iterator[str]:
     """Yield list and mapping items of another type than the schema's; OmegaConf lets some pass."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _kind_problems(value, f"{prefix}{name}.")
-    if not dataclasses.is_dataclass(node):
-        return
-    for name, hint in get_type_hints(type(node)).items():
-        key, value = f"{prefix}{name}", getattr(node, name)
-        yield from _kind_problems(value, f"{key}.")
+    for key, _, hint, value in walk(config):
         if get_origin(hint) in (list, dict) and value is not None:
             kind = get_args(hint)[-1]
             items = value.values() if isinstance(value, dict) else value
@@ -169,19 +163,6 @@ def _is_of(item: Any, kind: Any) -> bool:
     if plain is float:
         return isinstance(item, int | float) and not isinstance(item, bool)
     return plain is Any or (isinstance(item, plain) and not (plain is int and isinstance(item, bool)))
-
-
-def _field_problems(node: Any, prefix: str = "") -> Iterator[str]:
-    """Yield problems of values outside the schema's ranges and choices."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _field_problems(value, f"{prefix}{name}.")
-    if not dataclasses.is_dataclass(node):
-        return
-    for spec in dataclasses.fields(node):
-        key, value = f"{prefix}{spec.name}", getattr(node, spec.name)
-        yield from _field_problems(value, f"{key}.")
-        yield from field_problems(spec, key, value)
 
 
 def field_problems(spec: "dataclasses.Field[Any]", key: str, value: Any) -> Iterator[str]:
@@ -239,8 +220,7 @@ def _range_problems(key: str, value: float, bounds: Any) -> Iterator[str]:
 
 
 def _task(config: Config) -> list[str]:
-    folder = Path(__file__).parents[1] / "tasks"
-    tasks = [module.name for module in pkgutil.iter_modules([str(folder)])]
+    tasks = [module.name for module in pkgutil.iter_modules([str(PACKAGE / "tasks")])]
     if config.task.name in tasks:
         return [p for rule in OF_TASKS for p in rule(config.task)]
     return [f"task.name={config.task.name}; there is no such task. {suggest(config.task.name, tasks)}"]

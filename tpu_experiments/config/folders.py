@@ -1,16 +1,24 @@
-"""Where the project's own configs and entry point are: in a checkout, or in an installed package."""
+"""Where the project's own configs and entry point are, in a checkout or an installed package, and its caches."""
 
+import os
 import sys
 from pathlib import Path
 
 from tpu_experiments.config.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
+REPOSITORY = PACKAGE.parent
+"""The checkout, or the folder that packages are installed in."""
 IS_INSTALLED = (PACKAGE / "conf").is_dir()
 """A wheel has conf/ inside the package; a checkout has it beside the package, and beside run.py."""
-CONF = PACKAGE / "conf" if IS_INSTALLED else PACKAGE.parent / "conf"
-COMMAND = (sys.executable, *(("-m", "tpu_experiments") if IS_INSTALLED else (str(PACKAGE.parent / "run.py"),)))
+CONF = PACKAGE / "conf" if IS_INSTALLED else REPOSITORY / "conf"
+COMMAND = (sys.executable, *(("-m", "tpu_experiments") if IS_INSTALLED else (str(REPOSITORY / "run.py"),)))
 """Words that start a further process of this program, from any folder."""
+
+
+def cache_folder(name: str) -> str:
+    """Return `$XDG_CACHE_HOME/tpu_experiments/<name>`, or the same in `~/.cache`."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tpu_experiments", name)
 
 
 def require_checkout(engine: str) -> None:

@@ -19,7 +19,7 @@ from yaml import MarkedYAMLError
 from tpu_experiments.config.commands import PROGRAM
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import nearest, suggest
-from tpu_experiments.config.folders import CONF
+from tpu_experiments.config.folders import CONF, PACKAGE
 from tpu_experiments.config.overlay import OWN_ENTRIES
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.words import CHOICES, machines_near, of_habit
@@ -99,7 +99,6 @@ def help_text() -> str:
     return text.replace("python run.py", " ".join(PROGRAM))
 
 
-PACKAGE = Path(__file__).parents[1]
 MAX_SHOWN, MAX_OVERRIDES = 100, 4  # characters of an override, and overrides, in a message
 # Pattern of the library's message, and the advice for it; {key} and {value} are those of the override.
 FILE = re.compile(r"\.(jsonl|json|csv|tsv|parquet|txt|gz|zst|safetensors|gguf|bin|pt)$", re.IGNORECASE)

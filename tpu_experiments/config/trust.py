@@ -16,7 +16,8 @@ import yaml
 
 from tpu_experiments.config.checks import field_problems
 from tpu_experiments.config.data_schema import DataSourceConfig
-from tpu_experiments.config.folders import CONF, PACKAGE
+from tpu_experiments.config.fields import walk
+from tpu_experiments.config.folders import CONF, REPOSITORY
 from tpu_experiments.config.model_schema import REPLACED_TOKEN_MODEL, ModelConfig
 from tpu_experiments.config.objectives import TARGETS
 from tpu_experiments.config.schema import (
@@ -26,7 +27,6 @@ from tpu_experiments.config.schema import (
     TrainerConfig,
 )
 
-REPOSITORY = PACKAGE.parent
 SEARCH = CONF / "task" / "plan.yaml"
 CHOICE = re.compile(r"\w[\w.-]*")
 """Name of a file of a config group; no path."""
@@ -182,20 +182,13 @@ def place_problems(values: Mapping[str, Any], own: Mapping[str, Any], *, folder:
             )
 
 
-def _places(node: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def _places(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield key, value and kind of every path of a config that is only read."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from _places(value, f"{prefix}{name}.")
-    if not dataclasses.is_dataclass(node):
-        return
-    for spec in dataclasses.fields(node):
-        value, kind = getattr(node, spec.name), spec.metadata.get("place")
-        if kind is None:
-            yield from _places(value, f"{prefix}{spec.name}.")
-        elif kind != "folder" and value is not None:
+    for key, spec, _, value in walk(values):
+        kind = spec.metadata.get("place")
+        if kind not in (None, "folder") and value is not None:
             named = value.items() if isinstance(value, dict) else [(None, value)]
-            yield from ((f"{prefix}{spec.name}{f'.{name}' if name else ''}", str(text), kind) for name, text in named)
+            yield from ((f"{key}{f'.{name}' if name else ''}", str(text), kind) for name, text in named)
 
 
 def _why_not_read(text: str, *, kind: str, folder: str) -> str | None:

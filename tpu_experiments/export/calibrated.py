@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpu_experiments.export.calibration import Calibrated, Parts
-from tpu_experiments.export.quantised import Shapes, pack_quantized
+from tpu_experiments.export.quantised import Shapes, empty_tensors, pack_quantized
 from tpu_experiments.quantisation.grid import Grid, rounded, with_feedback
 from tpu_experiments.quantisation.packing import packed_words
 from tpu_experiments.quantisation.parts import VECTORS, as_parts, grid_sizes, vector_sizes
@@ -65,8 +65,7 @@ class GridForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return words (N, ceil(K / p)), scales (N, G) and the shape (2,), empty."""
-        sizes = grid_sizes(self.grid.bits, self.grid.columns_of(shape[1]), shape)
-        return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
+        return empty_tensors(name, grid_sizes(self.grid.bits, self.grid.columns_of(shape[1]), shape))
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings as compressed-tensors writes them."""
@@ -122,8 +121,7 @@ class VectorForm:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return the tensors of `as_parts`, empty."""
-        sizes = vector_sizes(self.how, shape)
-        return {f"{name}{end}": torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
+        return empty_tensors(name, vector_sizes(self.how, shape))
 
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the settings that `layout_of` reads."""

@@ -15,27 +15,23 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.tokens.words import BLANK, WORDS_OF_DIGITS
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens, `gguf.TokenType`."""
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
 _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel` with `use_regex` splits by."""
+GPT2, LLAMA3, QWEN2 = (WORDS_OF_DIGITS[digits] for digits in ("any", "three", "single"))
+"""The first is what `ByteLevel` with `use_regex` splits by."""
 DIGITS = "digits, then " + GPT2
-LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
-QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
 QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -287,9 +283,9 @@ def _sentencepiece(spec: Mapping[str, Any], size: int, common: dict[str, Any]) -
         types[common["ids"]["unk"]] = UNKNOWN
     for added in _added(spec, size):
         index = added["id"]
-        if types[index] == USER_DEFINED and SPACE in added["content"]:
+        if types[index] == USER_DEFINED and BLANK in added["content"]:
             if added["normalized"]:
-                tokens[index] = added["content"].replace(SPACE, " ")  # llama.cpp looks for it before it escapes blanks
+                tokens[index] = added["content"].replace(BLANK, " ")  # llama.cpp looks for it before it escapes blanks
             else:  # the tokenizer looks for it before it escapes blanks, and finds none: only merges make it
                 types[index] = NORMAL
     merged = [text for text, kind in zip(tokens, types, strict=True) if kind == NORMAL]
@@ -319,15 +315,15 @@ def _space_prefix(spec: Mapping[str, Any]) -> tuple[bool, bool, str]:
     """
     normalizers = _listed(spec["normalizer"], "normalizers")
     parts = _listed(spec["pre_tokenizer"], "pretokenizers")
-    escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    escape = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
     whole_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    if normalizers == [{"type": "Prepend", "prepend": SPACE}, escape] and not parts:
+    if normalizers == [{"type": "Prepend", "prepend": BLANK}, escape] and not parts:
         return True, False, ""
     if normalizers == [escape] and parts in ([], [whole_split]):  # that split finds no blank any more
         return False, False, ""
     if not normalizers and [part["type"] for part in parts] == ["Metaspace"]:
         space = parts[0]
-        if space["replacement"] == SPACE and not space.get("split", True):
+        if space["replacement"] == BLANK and not space.get("split", True):
             if space["prepend_scheme"] == "never":
                 return False, False, ""
             note = "A text that begins with a blank is split alike if llama.cpp gets it without that one blank"

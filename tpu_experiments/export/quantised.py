@@ -22,6 +22,7 @@ from tpu_experiments.export.full import write_model
 from tpu_experiments.export.weights import Effect, WholeModel
 from tpu_experiments.models.adapters.quantised import ABSMAX, BLOCK, NESTED, NESTED_BLOCK, NF4, OFFSET, SCALE, Format
 from tpu_experiments.models.parts.bitnet import ternary
+from tpu_experiments.quantisation.parts import Size, grid_sizes
 from tpu_experiments.runtime.dynamic_type import SIGNED
 
 HEAD = "lm_head"
@@ -106,6 +107,11 @@ def pack_quantized(kept: list[str], *, inputs: dict[str, Any] | None = None, **w
     }
 
 
+def empty_tensors(name: str, sizes: Mapping[str, Size]) -> Shapes:
+    """Return the tensors that stand for the weight `name`, of sizes and types by the end of their names."""
+    return {name + end: torch.empty(size, dtype=dtype, device="meta") for end, (size, dtype) in sizes.items()}
+
+
 class Int8Layout:
     """Four codes to an int32, lowest byte first, each plus 128; compressed-tensors' `pack-quantized`."""
 
@@ -118,12 +124,7 @@ class Int8Layout:
 
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return codes (N, K / 4), scales (N, 1) and the shape (2,), empty."""
-        rows, columns = shape
-        return {
-            f"{name}_packed": torch.empty(rows, columns // PACKED, dtype=torch.int32, device="meta"),
-            f"{name}_scale": torch.empty(rows, 1, dtype=torch.float32, device="meta"),
-            f"{name}_shape": torch.empty(2, dtype=torch.int64, device="meta"),
-        }
+        return empty_tensors(name, grid_sizes(8, shape[1], shape))
 
     def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
         """Return codes, scales in float32 and the shape."""
@@ -158,7 +159,7 @@ class NF4Layout:
         """Return codes (N K / 2, 1), the scales (G,) and theirs, the two tables, and the settings, empty."""
         count = math.prod(shape)
         blocks = count // BLOCK
-        sizes = {
+        sizes: dict[str, Size] = {
             "": ((count // 2, 1), torch.uint8),
             ".absmax": ((blocks,), torch.uint8),
             ".quant_map": ((len(NF4),), torch.float32),
@@ -166,7 +167,7 @@ class NF4Layout:
             ".nested_quant_map": ((len(SIGNED),), torch.float32),
             ".quant_state.bitsandbytes__nf4": ((MAX_STATE_BYTES,), torch.uint8),
         }
-        return {name + part: torch.empty(size, dtype=dtype, device="meta") for part, (size, dtype) in sizes.items()}
+        return empty_tensors(name, sizes)
 
     def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
         """Return codes, scales, tables, and the settings as bytes of JSON."""
@@ -222,10 +223,8 @@ class TernaryLayout:
     def shapes(self, name: str, shape: tuple[int, int]) -> Shapes:
         """Return codes (N / 4, K) and the factor (1,), empty."""
         rows, columns = shape
-        return {
-            name: torch.empty(rows // PACKED, columns, dtype=torch.uint8, device="meta"),
-            f"{name}_scale": torch.empty(1, dtype=torch.float32, device="meta"),
-        }
+        sizes: dict[str, Size] = {"": ((rows // PACKED, columns), torch.uint8), "_scale": ((1,), torch.float32)}
+        return empty_tensors(name, sizes)
 
     def encode(self, name: str, weight_NK: Tensor) -> dict[str, Tensor]:
         """Return packed codes, and the factor that the weight was multiplied by before it was rounded."""

@@ -125,6 +125,16 @@ def whole_model(
         trained_codes, first_codes = folded_weight(item, trained, lora=lora, grid=grid, dtype=source.dtype)
         return decoded(*first_codes, dtype=torch.float32), decoded(*trained_codes, dtype=torch.float32)
 
+    def begun_and_ended(item: Named) -> tuple[Tensor, Tensor]:
+        """Return a weight as training began with it, and as it ended; of one without an adapter, the same twice."""
+        if item.name in adapted and grid is not None:
+            return on_grid(item)
+        base = base_of(item)
+        if item.name not in adapted:
+            return base, base
+        is_transposed = adapted[item.name]
+        return base, _merged(base, item.name, lora=lora, trained=trained, is_transposed=is_transposed, origin=origin)
+
     def base_of(item: Named) -> Tensor:
         if reduced_with_seed is not None and item.name in adapted:
             item = next(adapter_weights(item, lora=lora, seed=reduced_with_seed, is_transposed=adapted[item.name]))
@@ -139,21 +149,8 @@ def whole_model(
                 require_finite(trained[name], name=name, place=origin)
                 yield name, trained[name].to(torch.float32)
                 continue
-            item = next(bases)
-            if name in adapted and grid is not None:
-                base, merged = on_grid(item)
-                if effect is not None:
-                    effect.add(base, merged, dtype=dtype)
-                del base, item
-                yield name, merged
-                del merged
-                continue
-            base = base_of(item)
-            if name not in adapted:
-                yield name, base
-                continue
-            merged = _merged(base, name, lora=lora, trained=trained, is_transposed=adapted[name], origin=origin)
-            if effect is not None:
+            base, merged = begun_and_ended(next(bases))
+            if effect is not None and name in adapted:
                 effect.add(base, merged, dtype=dtype)
             del base  # otherwise it stays allocated while the next one is read
             yield name, merged

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """Destination of metrics.
+    """Destination of metrics; a subclass does nothing with what it has no method for.
 
     Optional members of a class:
 

@@ -13,15 +13,18 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.base import LoggerContext, MetricLogger
 
 log = logging.getLogger(__name__)
 FOR_FILES = ("eval/accuracy_", "eval/bits_per_byte_")
 """Prefixes of per-source values, too many for a line."""
 
 
-class ConsoleLogger:
-    """Show loss, learning rate, speed and time left; evaluations and samples in full."""
+class ConsoleLogger(MetricLogger):
+    """Show loss, learning rate, speed and time left, and evaluations in full.
+
+    The trainer logs samples itself, so that run.log has them with any logger; the end of the run prints its result.
+    """
 
     def __init__(self, context: LoggerContext, *, style: Literal["auto", "bar", "lines"] = "auto") -> None:
         self._total = context.total_steps
@@ -48,12 +51,6 @@ class ConsoleLogger:
             losses = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             log.info("step %d/%d  %s", step, self._total, shown)
-
-    def text(self, step: int, *, tag: str, text: str) -> None:
-        """Do nothing: the trainer logs samples itself, so that run.log has them with any logger."""
-
-    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Do nothing: the end of the run prints its result."""
 
     def finish(self) -> None:
         """Close the bar and leave it on the screen."""

@@ -12,7 +12,7 @@ import os
 import time
 from typing import Any
 
-from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.base import LoggerContext, MetricLogger
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import kind_of, shown
 from tpu_experiments.storage.run_folder import put_aside
@@ -25,8 +25,8 @@ MAX_WAITING = 10_000
 log = logging.getLogger(__name__)
 
 
-class JsonlLogger:
-    """Append to `<run>/metrics.jsonl`, unbuffered."""
+class JsonlLogger(MetricLogger):
+    """Append to `<run>/metrics.jsonl`, unbuffered; config.yaml and result.json hold settings and final metrics."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._mirror = Mirror.of_file(context.run_folder.path(METRICS_FILE))
@@ -46,9 +46,6 @@ class JsonlLogger:
     def text(self, step: int, *, tag: str, text: str) -> None:
         """Write one line with the text under its tag."""
         self._write({"step": step, "time": time.time(), tag: text})
-
-    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Do nothing: config.yaml and result.json hold them."""
 
     def finish(self) -> None:
         """Close the file and upload it where the run folder is remote."""

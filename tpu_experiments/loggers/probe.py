@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.base import LoggerContext, MetricLogger
 from tpu_experiments.storage import paths
 
 WAIT_SECONDS = 120.0
 
 
-class Probe:
+class Probe(MetricLogger):
     """Logger of flushed JSON lines: `start`, `rows` when a step is queued, `read` when its loss arrives.
 
     Args:
@@ -43,12 +43,6 @@ class Probe:
     def rows(self, step: int, labels: list[str]) -> None:
         """Record `source:row` of every row of the global batch."""
         self._write({"event": "rows", "step": step, "rows": labels})
-
-    def text(self, step: int, *, tag: str, text: str) -> None:
-        """Ignore texts."""
-
-    def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Ignore the final metrics."""
 
     def finish(self) -> None:
         """Close the file."""

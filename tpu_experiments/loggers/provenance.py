@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tpu_experiments.config.folders import REPOSITORY
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.redaction import redacted_arguments
 from tpu_experiments.config.schema import Config
@@ -20,7 +21,6 @@ from tpu_experiments.storage.run_folder import RunFolder, put_aside
 
 log = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (
     "torch", "torch_xla", "torch_tpu", "libtpu", "jaxlib", "transformers", "tokenizers", "datasets", "safetensors",
     "hydra-core", "omegaconf", "numpy",

@@ -189,6 +189,16 @@ def stop_run_log() -> None:
     atexit.unregister(stop_run_log)
 
 
+@contextmanager
+def terminal_log() -> Iterator[None]:
+    """Log to the terminal inside the block, without a run.log."""
+    start_run_log(None, rank=0)
+    try:
+        yield
+    finally:
+        stop_run_log()
+
+
 def _memory_handler(kept: list[logging.LogRecord]) -> logging.handlers.MemoryHandler:
     handler = logging.handlers.MemoryHandler(NUM_KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     handler.buffer.extend(kept)

@@ -9,11 +9,14 @@ BAR = re.compile(r"(?<!\\)\|")
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Align columns to their widest cell: the first to the left, the others to the right."""
+    width = max(len(line[0]) for line in lines)
+    return "\n".join(right_aligned([[line[0].ljust(width), *line[1:]] for line in lines]))
+
+
+def right_aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns to their widest cell, to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def markdown_line(cells: Sequence[str]) -> str:

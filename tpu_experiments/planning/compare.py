@@ -52,9 +52,8 @@ def datasheet_comparison(
     tokens_per_step: int,
     run: RunLength | None = None,
     fits: bool | None = None,
-    share_of_peak: float = SHARE_OF_PEAK,
 ) -> Comparison:
-    """Estimate time and cost of `run` on `hw` at a share of its peak.
+    """Estimate time and cost of `run` on `hw` at `SHARE_OF_PEAK`.
 
     Stages keep their tokens; evaluation scales with the step, checkpoints and set-up take as long as in `run`, and
     nothing is compiled.
@@ -71,7 +70,7 @@ def datasheet_comparison(
         raise ConfigError(f"hw={hw.name}; it has no datasheet to compare with; fill in hw.chip.")
     if fits is False:
         return _too_small(hw, chip=hw.chip.name)
-    step = datasheet_time(flops, tokens=tokens_per_step / hw.num_devices, chip=hw.chip, share_of_peak=share_of_peak)
+    step = datasheet_time(flops, tokens=tokens_per_step / hw.num_devices, chip=hw.chip, share_of_peak=SHARE_OF_PEAK)
     speed = step.tokens_per_second_per_chip * hw.num_devices
     cost = _cost_there(run, hw=hw, tokens_per_second=speed) if run else None
     return Comparison(
@@ -84,7 +83,7 @@ def datasheet_comparison(
         usd=cost.usd if cost else Dollars(None, None),
         usd_per_million_tokens=usd_per_million_tokens(step, price=hw.price),
         method=step.method,
-        assumption=f"{hw.name}: FLOPs at an assumed {100 * share_of_peak:.0f} % of the datasheet's peak",
+        assumption=f"{hw.name}: FLOPs at an assumed {100 * SHARE_OF_PEAK:.0f} % of the datasheet's peak",
     )
 
 

@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tpu_experiments.config.folders import REPOSITORY
 from tpu_experiments.config.mesh import Mesh
 from tpu_experiments.runtime.patches import mosaic_for_libtpu
 from tpu_experiments.runtime.stablehlo import annotated
@@ -124,8 +125,7 @@ def python_of(environment: str) -> str:
 
 def with_package() -> dict[str, str]:
     """Return variables with which another environment's Python finds this package."""
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))}
 
 
 @functools.cache

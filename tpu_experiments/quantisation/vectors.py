@@ -109,14 +109,13 @@ def column_order(outliers_O: Tensor, columns: int) -> Tensor:
     return order_K
 
 
-def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int, feedback: bool = True) -> Encoded:
+def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int) -> Encoded:
     """Encode a weight on the host.
 
     Args:
         weight_NK: float32; N is a multiple of the vectors' length.
         hessian_KK: mean of x x^T over the layer's inputs.
         seed: of the samples that k-means starts from.
-        feedback: whether an error moves the columns after it.
     """
     generator = torch.Generator().manual_seed(seed)
     weight_NK = weight_NK.to(torch.float32)
@@ -143,11 +142,10 @@ def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int, f
         own_CL = book_of(weight_NK[:, is_outlier_K], how.outlier_length, how.outlier_size, importance_K[is_outlier_K])
 
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
-    factor = Feedback(hessian_KK) if feedback else None
-    order = torch.arange(columns) if factor is None else factor.order
+    feedback = Feedback(hessian_KK)
 
     def stored(values_N: Tensor, number: int) -> Tensor:
-        column = int(order[number])
+        column = int(feedback.order[number])
         book = own_CL if is_outlier_K[column] and own_CL is not None else first_CL
         points = values_N.reshape(-1, book.shape[1])
         chosen, rest = nearest(points, book), None
@@ -158,11 +156,7 @@ def encoded(weight_NK: Tensor, hessian_KK: Tensor, how: Vectors, *, seed: int, f
         found[column] = (chosen, rest)
         return values.flatten()
 
-    if factor is None:
-        for number in range(columns):
-            stored(weight_NK[:, number], number)
-    else:
-        factor.quantised(weight_NK, stored)
+    feedback.quantised(weight_NK, stored)
     plain = [column for column in range(columns) if not is_outlier_K[column]]
     return Encoded(
         indices_VK=torch.stack([found[c][0] for c in plain], 1).to(torch.int32),

@@ -22,11 +22,6 @@ NOTED_SECONDS = 60.0  # shortest interval between updates of a file's time of la
 TEMPORARY_SUFFIX = ".tmp"
 
 
-def default_folder() -> str:
-    """Return `$XDG_CACHE_HOME/tpu_experiments/shards`, or the same in `~/.cache`."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tpu_experiments", "shards")
-
-
 class FileCache:
     """Cached files in `folder`, of `max_bytes` at most in total, including those being written."""
 

@@ -144,23 +144,22 @@ def require_file(path: str, *, key: str, what: str) -> None:
         raise ConfigError(f"{key}={path}; there is no such file. {near_misses(path)}Name {what}.")
 
 
-def require_run(folder: str, *, key: str, weights: str) -> None:
+def require_run(folder: str, *, weights: str) -> None:
     """Refuse a local folder that no run of this project has made, or one without the `weights` asked for.
 
     Raises:
         ConfigError: there is no such folder, no run in it, or nothing that it trained.
     """
-    local = _local_folder(folder)
+    local = _local_folder(folder, key="task.run", advice="Name the folder of a run.")
     if local is None:
         return
-    if not local.exists():
-        raise ConfigError(f"{key}={folder}; there is no such folder. {near_misses(folder)}Name the folder of a run.")
     if not (local / "config.yaml").exists():
         raise ConfigError(
-            f"{key}={folder}; there is no config.yaml there; name the folder of a run.{_instead_of_run(folder, local)}"
+            f"task.run={folder}; there is no config.yaml there; name the folder of a run."
+            f"{_instead_of_run(folder, local)}"
         )
     if weights in LACKS and not any((local / name).exists() for name in PARTS[weights]):
-        raise ConfigError(no_weights(folder, weights=weights, key=key))
+        raise ConfigError(no_weights(folder, weights=weights))
 
 
 PARTS = {
@@ -176,10 +175,10 @@ LACKS = {
 }
 
 
-def no_weights(folder: str, *, weights: str, key: str = "task.run") -> str:
+def no_weights(folder: str, *, weights: str) -> str:
     """Return the sentence for a run that has not the weights asked for."""
     return (
-        f"{key}={folder}; it has no {LACKS[weights]}; resume the run, or write with what it began with: "
+        f"task.run={folder}; it has no {LACKS[weights]}; resume the run, or write with what it began with: "
         "task.weights=base."
     )
 
@@ -197,15 +196,9 @@ def require_start(folder: str) -> None:
     Raises:
         ConfigError: it is neither.
     """
-    local, key = _local_folder(folder), "start.run"
-    if local is None:
-        return
-    if not local.exists():
-        raise ConfigError(
-            f"{key}={folder}; there is no such folder. {near_misses(folder)}Name that of a run or of a LoRA adapter."
-        )
-    if not (local / "identity.json").exists():
-        require_adapter(folder, key=key)
+    local = _local_folder(folder, key="start.run", advice="Name that of a run or of a LoRA adapter.")
+    if local is not None and not (local / "identity.json").exists():
+        require_adapter(folder, key="start.run")
 
 
 def require_adapter(folder: str, *, key: str) -> None:
@@ -214,11 +207,9 @@ def require_adapter(folder: str, *, key: str) -> None:
     Raises:
         ConfigError: there is none.
     """
-    local = _local_folder(folder)
+    local = _local_folder(folder, key=key, advice="Name that of a LoRA adapter.")
     if local is None:
         return
-    if not local.exists():
-        raise ConfigError(f"{key}={folder}; there is no such folder. {near_misses(folder)}Name that of a LoRA adapter.")
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (local / name).exists()]
     if missing:
         inside = f" It is a run: write {key}={folder.rstrip('/')}/adapter." if (local / "adapter").is_dir() else ""
@@ -228,6 +219,13 @@ def require_adapter(folder: str, *, key: str) -> None:
         )
 
 
-def _local_folder(folder: str) -> Path | None:
-    """Return a folder of this machine, which need not exist; None for one elsewhere."""
-    return None if paths.is_remote(folder) else Path(paths.absolute(folder))
+def _local_folder(folder: str, *, key: str, advice: str) -> Path | None:
+    """Return a folder of this machine; None for one elsewhere.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    local = None if paths.is_remote(folder) else Path(paths.absolute(folder))
+    if local is not None and not local.exists():
+        raise ConfigError(f"{key}={folder}; there is no such folder. {near_misses(folder)}{advice}")
+    return local

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import REPOSITORY
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.regular_files import open_regular, read_regular, require_regular
 from tpu_experiments.storage.retry import (
@@ -355,9 +356,6 @@ def remove_leftovers(folder: str) -> None:
             with suppress(OSError), Path(place, name).open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 Path(place, name).unlink()
-
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def find_local(path: str) -> Path | None:

@@ -52,6 +52,12 @@ class RunFolder:
     output_dir: str
     name: str
 
+    @classmethod
+    def of(cls, config: Config) -> "RunFolder":
+        """Return the folder of a config's own run, which need not exist."""
+        assert config.name is not None, "to_config names the run"
+        return cls(config.output_dir, config.name)
+
     def path(self, *parts: str) -> str:
         """Return a path below the run folder; without parts, the folder itself."""
         return paths.join(self.output_dir, self.name, *parts)
@@ -183,7 +189,7 @@ def with_settings_of_run(config: Config) -> Config:
     assert config.name is not None, "to_config names the run"
     has_open_labels = config.objective.reads_labels and config.objective.known_labels() is None
     may_differ = is_open(config) or config.tuned == "auto" or has_open_labels
-    stored = RunFolder(config.output_dir, config.name).stored_identity() if may_differ else None
+    stored = RunFolder.of(config).stored_identity() if may_differ else None
     if stored is None:
         return config
     if config.tuned == "auto":
@@ -191,8 +197,10 @@ def with_settings_of_run(config: Config) -> Config:
         for key, value in changed.items():
             why = setting_problem(key, value, taken=KEPT)
             if why is not None:
-                raise ConfigError(f"name={config.name}; {RunFolder(config.output_dir, config.name).identity_path}: "
-                                  f"{why}; restore the file, or choose another name=.")  # fmt: skip
+                raise ConfigError(
+                    f"name={config.name}; {RunFolder.of(config).identity_path}: {why}; restore the file, or choose "
+                    "another name=."
+                )
         config = with_values(config, {key: changed[key] for key in changed.keys() - given(config)} if changed else {})
     found = {key: stored.get(f"trainer.{key}") for key in OPEN if getattr(config.trainer, key) in (None, AUTO)}
     labels = stored.get("objective.labels")
@@ -217,8 +225,7 @@ def has_begun(config: Config) -> bool:
     Raises:
         ConfigError: the identity is damaged.
     """
-    assert config.name is not None, "to_config names the run"
-    return RunFolder(config.output_dir, config.name).stored_identity() is not None
+    return RunFolder.of(config).stored_identity() is not None
 
 
 def open_run(config: Config, *, may_lengthen: bool = False) -> RunFolder:
@@ -230,8 +237,7 @@ def open_run(config: Config, *, may_lengthen: bool = False) -> RunFolder:
     Raises:
         ConfigError: the folder belongs to another config, is no run folder, or has symbolic links in it.
     """
-    assert config.name is not None, "to_config names the run"
-    folder = RunFolder(config.output_dir, config.name)
+    folder = RunFolder.of(config)
     paths.require_no_links(folder.path(), key=f"name={config.name}")
     if folder.exists():
         stored = folder.stored_identity()

@@ -17,7 +17,6 @@ enough the run continues without this checkpoint, and `LIMIT` such saves in a ro
 import contextlib
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.storage import paths, retry
 from tpu_experiments.storage.retry import StorageFailed, complaint, kind_of, shown
 
@@ -236,7 +236,7 @@ class Spool:
             key: identifies the run among the spools of this machine.
             marker: name of the file whose presence makes a checkpoint complete.
         """
-        self.target, self.local = target, default_folder() / key
+        self.target, self.local = target, Path(cache_folder("spool"), key)
         self._marker, self._run = marker, target.rpartition("/")[0]
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -471,12 +471,6 @@ class Spool:
         if not names and self._spilled_records():
             return f"records wait in {self.records}"
         return f"{len(names)} checkpoints wait in {self.local}" + (f", the newest {names[-1]}" if names else "")
-
-
-def default_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/tpu_experiments/spool`, or the same in `~/.cache`."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "tpu_experiments" / "spool"
 
 
 def key_of(folder: str, *, identity: str) -> str:

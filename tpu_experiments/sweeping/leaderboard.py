@@ -13,7 +13,7 @@ from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.config.redaction import redacted, redacted_arguments
-from tpu_experiments.pages.table import markdown_line
+from tpu_experiments.pages.table import markdown_line, right_aligned
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.strict_json import RESULT, shaped
 from tpu_experiments.sweeping.points import Point, shown_command
@@ -165,16 +165,14 @@ def cells(rows: Iterable[Row]) -> list[list[str]]:
 
 def lines(rows: Iterable[Row]) -> list[str]:
     """Return the table as lines with aligned columns."""
-    table = cells(rows)
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
+    return right_aligned(cells(rows))
 
 
 def markdown(rows: Sequence[Row], *, name: str, folder: str) -> str:
     """Return a page with the table, the best point and commands to continue with it."""
     table = cells(rows)
     text = [f"# Sweep {for_markdown(name)}", "", _line(table[0]), _line(["---:"] * (len(table[0]) - 1) + ["---"])]
-    text += [_line(line) for line in table[1:]]
+    text += map(_line, table[1:])
     units = "Held-out loss in nats per token; seconds are wall time of all lives of a point."
     text += [
         "",

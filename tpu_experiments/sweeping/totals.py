@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_experiments.pages.table import markdown_line
+from tpu_experiments.pages.table import markdown_line, right_aligned
 from tpu_experiments.storage import paths
 from tpu_experiments.sweeping.points import Point
 
@@ -40,7 +40,7 @@ def total_table(points: Sequence[Point]) -> list[Cells]:
 
 def total_lines(points: Sequence[Point], *, points_at_once: int) -> list[str]:
     """Return the table as lines with aligned columns, for the terminal."""
-    shown = _aligned(total_table(points))
+    shown = right_aligned(total_table(points))
     together = "the points one after the other"
     if points_at_once > 1:
         together += f"; {points_at_once} at once end in about 1/{points_at_once} of the hours, for the same money"
@@ -61,7 +61,7 @@ def pack_lines(points: Sequence[Point], packs: Sequence[Point], *, points_at_onc
         table.append([f"{points_at_once} at once, a machine each", *_figures(points, at_once=points_at_once)])
     sizes = ", ".join(str(len(pack.members)) for pack in packs)
     table.append([f"in one program each: {sizes}", *_figures(packed, at_once=points_at_once)])
-    return _aligned(table)
+    return right_aligned(table)
 
 
 def _figures(points: Sequence[Point], *, at_once: int = 1) -> list[str]:
@@ -88,15 +88,10 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return known if len(known) == len(values) else []
 
 
-def _aligned(table: Sequence[Cells]) -> list[str]:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
-
-
 def write_total(points: Sequence[Point], *, folder: str) -> str:
     """Write the table as a Markdown page and return its path."""
     titles, *rows = total_table(points)
-    text = [_line(titles), _line(["---:"] * len(titles)), *map(_line, rows)]
+    text = [markdown_line(titles), markdown_line(["---:"] * len(titles)), *map(markdown_line, rows)]
     paths.make_dirs(folder)
     file = paths.join(folder, PAGE)
     paths.write_text_atomic(file, "\n".join(["# The whole sweep, planned", "", *text, ""]))
@@ -105,7 +100,3 @@ def write_total(points: Sequence[Point], *, folder: str) -> str:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:,.2f}"
-
-
-def _line(values: Cells) -> str:
-    return markdown_line(values)

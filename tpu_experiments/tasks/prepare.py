@@ -7,7 +7,7 @@ from tpu_experiments.data.audit.summary import Manifest, audit_json, audit_table
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.data.steps.workers import start_server
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
@@ -21,13 +21,9 @@ def run(config: Config) -> None:
         ConfigError: something the user can fix.
         StorageFailed: the disk is full.
     """
-    start_run_log(None, rank=0)
     folder = prepared_folder(config)
-    try:
-        with explain_storage_errors(folder, full="failed"):
-            sources, manifests, page = _prepare(config, folder)
-    finally:
-        stop_run_log()
+    with terminal_log(), explain_storage_errors(folder, full="failed"):
+        sources, manifests, page = _prepare(config, folder)
     print(for_terminal(audit_table(manifests)))
     _print_folders(sources, page=page)
 

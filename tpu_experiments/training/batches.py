@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.batches import (
@@ -43,7 +44,6 @@ from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
 from tpu_experiments.objectives.base import objective_class, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.cache import default_folder
 from tpu_experiments.training.evaluation import host_tensors
 from tpu_experiments.training.questions import Question
 from tpu_experiments.training.start import StartPoint
@@ -111,7 +111,9 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
     folder = prepared_folder(config)
     loader = config.loader
     cache = CacheSettings(
-        folder=default_folder(), max_bytes=int(loader.cache_gib * GIB), read_ahead_bytes=loader.read_ahead_mib * MIB
+        folder=cache_folder("shards"),
+        max_bytes=int(loader.cache_gib * GIB),
+        read_ahead_bytes=loader.read_ahead_mib * MIB,
     )
     labels = config.objective.known_labels()
     return Preparation(

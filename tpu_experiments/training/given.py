@@ -95,8 +95,7 @@ def run_to_evaluate(config: Config, task: EvaluateTaskConfig) -> RunFolder:
     Raises:
         ConfigError: it does not exist.
     """
-    assert config.name is not None, "to_config names the run"
-    folder = RunFolder(config.output_dir, config.name)
+    folder = RunFolder.of(config)
     if task.run is not None:
         parent, _, name = task.run.rstrip("/").rpartition("/")
         folder = RunFolder(parent or ("/" if task.run.startswith("/") else "."), name)
@@ -125,7 +124,7 @@ def _require_weights(config: Config, task: EvaluateTaskConfig | WeightsConfig) -
         return
     if task.run is not None:
         weights = "base" if task.adapter is not None else task.weights
-        given_folders.require_run(task.run, key="task.run", weights=weights)
+        given_folders.require_run(task.run, weights=weights)
     if task.adapter is not None:
         given_folders.require_adapter(task.adapter, key="task.adapter")
     if task.base is not None:
@@ -165,5 +164,5 @@ def _require_source(config: Config, name: str) -> None:
 
 
 def _has_checkpoints(config: Config) -> bool:
-    folder = RunFolder(config.output_dir, str(config.name))
+    folder = RunFolder.of(config)
     return paths.is_remote(folder.path()) or paths.exists(folder.path("checkpoints"))

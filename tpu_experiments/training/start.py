@@ -100,8 +100,7 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
     with explain_storage_errors(run):
         folder = _run_folder(run)
         stored = folder.stored_identity()
-        assert config.name is not None, "to_config names the run"
-        if paths.absolute(folder.path()) == paths.absolute(RunFolder(config.output_dir, config.name).path()):
+        if paths.absolute(folder.path()) == paths.absolute(RunFolder.of(config).path()):
             raise ConfigError(f"start.run={run}; it is this very run, which resumes by itself; leave start.run out.")
         if stored is None:
             return _adapter_point(config, module, folder=run)

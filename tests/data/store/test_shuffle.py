@@ -2,6 +2,7 @@ import collections
 import hashlib
 import itertools
 import os
+import tempfile
 import tracemalloc
 
 import fsspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.data.store.mixing import measure_mixing
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.data.store import shuffle
-from tpu_experiments.data.store.shards import decode_rows, row_dtype
+from tpu_experiments.data.store.shards import decode_rows, row_dtype, write_shard
 from tpu_experiments.data.store.shuffle import read_origins, write_epoch
 
 SEQ_LEN = 4
@@ -190,11 +191,12 @@ def test_memory_is_a_block_and_a_shard_whatever_the_rows(tmp_path, monkeypatch, 
 
     def write(path, rows, *, dtype):
         alive.append(array_bytes())
-        return shuffle.write_shard(path, rows, dtype=dtype)
+        return write_shard(path, rows, dtype=dtype)
 
+    monkeypatch.setattr(shuffle, "write_shard", write)
     parts = [Measured(part) for part in parts_of(sizes)]
     tracemalloc.start()
-    written(tmp_path, None, parts=parts, passes=passes, block_rows=block_rows, rows_per_shard=block_rows, write=write)
+    written(tmp_path, None, parts=parts, passes=passes, block_rows=block_rows, rows_per_shard=block_rows)
     tracemalloc.stop()
     origin, place = 8, 8
     block = block_rows * (DTYPE.itemsize + origin + place)
@@ -202,7 +204,7 @@ def test_memory_is_a_block_and_a_shard_whatever_the_rows(tmp_path, monkeypatch, 
     assert block < max(alive) < 1.05 * (block + shard)
 
 
-def test_scratch_files_have_no_name_and_leave_the_disk(tmp_path):
+def test_scratch_files_have_no_name_and_leave_the_disk(tmp_path, monkeypatch):
     """One pass is open while the first is written and while the shards are, and none afterwards."""
     scratch, most = tmp_path / "scratch", []
     scratch.mkdir()
@@ -222,10 +224,13 @@ def test_scratch_files_have_no_name_and_leave_the_disk(tmp_path):
 
     def write(path, rows, *, dtype):
         most.append(open_scratch_files())
-        return shuffle.write_shard(path, rows, dtype=dtype)
+        return write_shard(path, rows, dtype=dtype)
 
+    monkeypatch.setattr(shuffle, "write_shard", write)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     parts = [Counting(rows_of(0, 100))]
-    written(tmp_path / "epoch", None, parts=parts, passes=4, write=write, scratch=str(scratch))
+    written("memory://shuffle/scratch", None, parts=parts, passes=4)
+    fsspec.filesystem("memory").rm("/shuffle", recursive=True)
     assert set(most) == {1}
     assert open_scratch_files() == 0
     assert list(scratch.iterdir()) == []

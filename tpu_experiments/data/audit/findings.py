@@ -129,27 +129,27 @@ def _overlapping(manifest: Manifest) -> Found:
         if count and split in own and what == "content":
             yield (
                 "error",
-                f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split "
+                f"data.{name}; {other} holds {counted(count, 'document')} of the {split} split "
                 f"({manifest['origins'][split]}) word for word; a score on them says nothing; leave them out of "
                 f"{other} with data.{name}.held_out_copies=drop.",
             )
         elif count and split in own:
             yield (
                 "warning",
-                f"data.{name}; {other} holds the first question of {_counted(count, 'document')} of the {split} "
+                f"data.{name}; {other} holds the first question of {counted(count, 'document')} of the {split} "
                 f"split ({manifest['origins'][split]}) too; a score on them is in part recall; take these questions "
                 "out of one of the two, or read the score with that in mind.",
             )
         elif count and what == "content":
             yield (
                 "error",
-                f"data.{name}; {other} holds {_counted(count, 'document')} of the {split} split word for word; "
+                f"data.{name}; {other} holds {counted(count, 'document')} of the {split} split word for word; "
                 f"a score on them says nothing; set data.{name}.duplicates.exact=folded and prepare again.",
             )
         elif count:
             yield (
                 "warning",
-                f"data.{name}; {other} holds the first question of {_counted(count, 'document')} of the {split} "
+                f"data.{name}; {other} holds the first question of {counted(count, 'document')} of the {split} "
                 f"split too; a score on them is in part recall; set data.{name}.split_by=first_turn, or read the score "
                 "with that in mind.",
             )
@@ -160,7 +160,7 @@ def _across(manifest: Manifest) -> Found:
     name = manifest["source"]
     for shared in manifest.get("across") or []:
         other = shared["trained_by"]
-        count = _counted(shared["groups"], "text or first question", "texts or first questions")
+        count = counted(shared["groups"], "text or first question", "texts or first questions")
         own, theirs = (shared["fractions"][key] for key in (name, other))
         remedy = (
             f"give both the same eval_fraction (now {own[0]} and {theirs[0]}) and test_fraction ({own[1]} and "
@@ -336,7 +336,7 @@ def _answers(manifest: Manifest) -> Found:
     if blank >= MIN_DOCUMENTS and blank > MIN_BLANK_ANSWERS * read:
         yield (
             "warning",
-            f"data.{name}; {_counted(blank, 'answer')} in {_counted(read, 'document')} are blank and not learnt; check "
+            f"data.{name}; {counted(blank, 'answer')} in {counted(read, 'document')} are blank and not learnt; check "
             f"that data.{name}.fields names the field that holds the answers, or leave these rows out.",
         )
 
@@ -365,7 +365,7 @@ def _cut(manifest: Manifest, *, kind: str) -> Found:
 
 def _share(part: int, whole: int, noun: str) -> str:
     """Format `95 of 96 training texts (99.0 %)`."""
-    return f"{part:,} of {_counted(whole, noun)} ({percent(part, whole)})"
+    return f"{part:,} of {counted(whole, noun)} ({percent(part, whole)})"
 
 
 def without_prompt(numbers: Mapping[str, Any]) -> int:
@@ -376,5 +376,6 @@ def without_prompt(numbers: Mapping[str, Any]) -> int:
     return int(numbers.get("supervised_without_prompt", 0))
 
 
-def _counted(count: int, noun: str, several: str = "") -> str:
+def counted(count: int, noun: str, several: str = "") -> str:
+    """Return `1 document` or `1,234 documents`."""
     return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"

@@ -17,6 +17,7 @@ from tpu_experiments.data.audit.findings import (
     Manifest,
     audit_findings,
     by_count,
+    counted,
     overlaps_of,
     percent,
     supervised_by_answer,
@@ -136,7 +137,7 @@ def _overview(manifests: Sequence[Manifest], *, folder: str | None) -> dict[str,
             percent(train["supervised_tokens"], train["tokens"]),
             *held,
             f"{_overlap([manifest])[0]:,}",
-            ", ".join(_counted(severities.count(s), s) for s in ("error", "warning") if s in severities) or "none",
+            ", ".join(counted(severities.count(s), s) for s in ("error", "warning") if s in severities) or "none",
         )
         place = f"#{_anchor(manifest)}" if folder is None else f"{quote(folder)}/{quote(_file_of(manifest))}"
         body.append((place, manifest["source"], cells))
@@ -284,11 +285,7 @@ def _rows(
     for i, (index, why) in enumerate(chosen):
         row = rows.take(slice(i, i + 1))
         share = percent(row.num_supervised, row.num_tokens)
-        segments = _counted(int(row.segments_NT.max()), "segment")
+        segments = counted(int(row.segments_NT.max()), "segment")
         note = f"{why}; {segments}, {row.num_tokens:,} tokens, {share} supervised"
         found.append((index, note, Markup(row_html(row, tokenizer=tokenizer, labels=labels))))
     return found
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

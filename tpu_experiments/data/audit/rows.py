@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.data.audit.findings import counted
 from tpu_experiments.data.rows import Rows, RowSource
 
 PLACES, ROWS_AT_A_PLACE = 4, 64
@@ -105,16 +106,18 @@ def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase, labels: Sequence
         if segments_T[begin] == 0 or begin >= TOKENS_SHOWN:
             continue
         shown = slice(begin, min(end, TOKENS_SHOWN))
-        mark = f"segment {segments_T[begin]} · from position {positions_T[begin]} · {_tokens(end - begin)}"
+        mark = f"segment {segments_T[begin]} · from position {positions_T[begin]} · {counted(end - begin, 'token')}"
         if labels and end <= TOKENS_SHOWN:
             mark += f" · label {escape(labels[ids_T[end - 1]])}"
             shown = slice(begin, end - 1)
         tokens = tokens_html(ids_T[shown], learn_T[shown], positions_T[shown], tokenizer=tokenizer)
         parts.append(f'<div class="segment"><span class="mark">{mark}</span>{tokens}</div>')
     if num_tokens > TOKENS_SHOWN:
-        parts.append(f'<div class="pad"><span>and {_tokens(num_tokens - TOKENS_SHOWN)} more, not shown</span></div>')
+        more = counted(num_tokens - TOKENS_SHOWN, "token")
+        parts.append(f'<div class="pad"><span>and {more} more, not shown</span></div>')
     if num_tokens < len(ids_T):
-        parts.append(f'<div class="pad"><span>{_tokens(len(ids_T) - num_tokens)} of padding</span></div>')
+        padding = counted(len(ids_T) - num_tokens, "token")
+        parts.append(f'<div class="pad"><span>{padding} of padding</span></div>')
     return "\n".join(parts)
 
 
@@ -170,7 +173,3 @@ def _strip(segments_T: NDArray[np.int32], learn_T: NDArray[np.bool_]) -> str:
         f'<svg class="strip" viewBox="0 -2 {total} 14" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg>"
     )
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"

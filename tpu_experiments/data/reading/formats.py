@@ -32,7 +32,7 @@ from tpu_experiments.data.reading.fields import (
     list_from_json,
     names_of,
 )
-from tpu_experiments.data.reading.locations import suffixes_of
+from tpu_experiments.data.reading.locations import JSON_SUFFIXES, suffixes_of
 from tpu_experiments.data.reading.marked_texts import turns_of_human_assistant, turns_of_llama2
 from tpu_experiments.data.reading.names import ROLES, meaning_in_row, normal
 from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
@@ -67,7 +67,6 @@ WITH_HISTORY = ("question_answer", "instruction", "prompt_completion")
 MEDIA_OF_TEXTS = ("image", "images", "audio", "audios", "video", "videos")
 """Fields beside a plain text that are refused; addresses of pictures are of its page, and only listed."""
 
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _DECODER = StrictDecoder()
 
 

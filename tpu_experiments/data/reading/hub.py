@@ -9,10 +9,8 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.documents import Refused, SourceSpec
-from tpu_experiments.data.reading.locations import SourceFile, suffixes_of
+from tpu_experiments.data.reading.locations import JSON_SUFFIXES, SourceFile, suffixes_of
 from tpu_experiments.data.reading.raw_rows import RawRow
-
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 class HubRows:

@@ -15,6 +15,7 @@ from tpu_experiments.storage.streams import ByteStream, UnreadableError
 
 log = logging.getLogger(__name__)
 
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
 TABLES = (".csv", ".tsv")
 SUPPORTED = ".jsonl, .ndjson, .json, .parquet, .csv, .tsv or .txt"

@@ -241,14 +241,14 @@ def _require_text_only(record: Record, *, number: int) -> None:
             )
 
 
-def reasoning_of(record: Record, *, where: str, canonical: str = "reasoning") -> str:
+def reasoning_of(record: Record, *, where: str) -> str:
     """Return the reasoning that fields of a turn or row hold, "" without; settings such as `reasoning: on` are none.
 
     Raises:
         BadRow: it is a list or an object.
     """
     found = record.find_all(
-        canonical, is_meant=lambda name: is_reasoning(name) and not _is_setting(record.fields[name])
+        "reasoning", is_meant=lambda name: is_reasoning(name) and not _is_setting(record.fields[name])
     )
     if found is None or is_empty(found[1]) or _is_setting(found[1]):
         return ""

@@ -29,7 +29,7 @@ from typing import IO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tpu_experiments.data.rows import Rows, RowSource
+from tpu_experiments.data.rows import RowSource
 from tpu_experiments.data.store.shards import Records, ShardRecord, decode_rows, encode_rows, write_shard
 from tpu_experiments.storage import paths
 
@@ -44,12 +44,6 @@ class EpochShard(ShardRecord):
     origins_sha256: str
 
 
-class ShardWriter(Protocol):
-    """Signature of `shards.write_shard`."""
-
-    def __call__(self, path: str, rows: Rows, *, dtype: np.dtype[np.void]) -> ShardRecord: ...
-
-
 def write_epoch(
     parts: Sequence[RowSource],
     *,
@@ -61,23 +55,20 @@ def write_epoch(
     block_rows: int,
     rows_per_shard: int,
     dtype: np.dtype[np.void],
-    write: ShardWriter = write_shard,
-    scratch: str | None = None,
 ) -> list[EpochShard]:
     """Write all rows of `parts` once, in a random order; return the shards' records in order.
 
     The order is a function of (seed, stage_index, epoch). `folder` is a path or URL. No shard spans two blocks, so it
     has at most `rows_per_shard` and `block_rows` rows. Memory holds `block_rows` encoded rows and one shard's decoded
-    `Rows`. Two or more passes need local disk for a copy of the epoch, three or more for two, in `scratch` (by default
-    in a local `folder`, else in Python's temporary folder); these files are unnamed and vanish with the process.
+    `Rows`. Two or more passes need local disk for a copy of the epoch, three or more for two, in a local `folder`, else
+    in Python's temporary folder; these files are unnamed and vanish with the process.
 
     Raises:
         OSError: no room on the disk.
         ValueError: more than 10^9 rows, numpy's limit for drawing.
     """
     paths.make_dirs(folder)
-    if scratch is None and not paths.is_remote(folder):
-        scratch = paths.absolute(folder)
+    scratch = None if paths.is_remote(folder) else paths.absolute(folder)
     firsts = np.cumsum([0, *(part.num_rows for part in parts)])[:-1].tolist()
     inputs: list[_Input] = [_Source(part, first=first, dtype=dtype) for part, first in zip(parts, firsts, strict=True)]
     shuffle = _Shuffle((seed, stage_index, epoch), block_rows=block_rows, dtype=dtype)
@@ -87,7 +78,7 @@ def write_epoch(
                 file = files.enter_context(tempfile.TemporaryFile(dir=scratch))
                 inputs = shuffle.rewrite(inputs, number=number, file=file)
         blocks = shuffle.blocks(inputs, number=passes)
-        return _write_shards(blocks, folder=folder, rows_per_shard=rows_per_shard, dtype=dtype, write=write)
+        return _write_shards(blocks, folder=folder, rows_per_shard=rows_per_shard, dtype=dtype)
 
 
 def read_origins(folder: str, *, shards: Sequence[EpochShard]) -> NDArray[np.int64]:
@@ -201,7 +192,7 @@ class _Shuffle:
 
 
 def _write_shards(
-    blocks: Iterator[Records], *, folder: str, rows_per_shard: int, dtype: np.dtype[np.void], write: ShardWriter
+    blocks: Iterator[Records], *, folder: str, rows_per_shard: int, dtype: np.dtype[np.void]
 ) -> list[EpochShard]:
     shards: list[EpochShard] = []
     for block in blocks:
@@ -211,6 +202,6 @@ def _write_shards(
             np.lib.format.write_array(buffer, np.ascontiguousarray(records["origin"]), version=(1, 0))
             paths.write_bytes_atomic(paths.join(folder, origins), buffer.getvalue())
             digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-            record = write(paths.join(folder, name), decode_rows(records["row"], pad_id=0), dtype=dtype)
+            record = write_shard(paths.join(folder, name), decode_rows(records["row"], pad_id=0), dtype=dtype)
             shards.append(EpochShard(**record, origins=origins, origins_sha256=digest))
     return shards

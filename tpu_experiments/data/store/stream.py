@@ -39,7 +39,7 @@ class CacheSettings:
     """Limits on local copies and buffers of a remote folder; a local folder needs none."""
 
     folder: str | None = None
-    """Local folder for copies of whole shards (`io.cache.default_folder()`); None makes no copies."""
+    """Local folder for copies of whole shards (`cache_folder`); None makes no copies."""
     max_bytes: int = 20 * 2**30
     """Size limit of that folder. If the shards exceed it together, none is copied and rows are fetched one by one."""
     read_ahead_bytes: int = 64 * 2**20

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.masking import LABEL
 from tpu_experiments.models.huggingface import CLASSIFIER, LONGFORMER, XLSTM, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
 from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.passes.generation import without_kernel
-from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 7)
@@ -229,7 +229,7 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, attention, experts))]
     for file in (*files, *(Path(__file__).parents[1] / "families" / f"{name}.py" for name in own)):
         digest.update(file.read_bytes())
-    return Path(default_folder()).parent / "isolation" / digest.hexdigest()[:32]
+    return Path(cache_folder("isolation"), digest.hexdigest()[:32])
 
 
 def differences(

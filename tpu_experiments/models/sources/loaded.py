@@ -24,6 +24,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models import huggingface
 from tpu_experiments.models.adapters import lora as adapters
@@ -35,7 +36,6 @@ from tpu_experiments.models.sources import buffers, build, conversion
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.models.stack.fold import decoder_layers
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
-from tpu_experiments.storage.cache import default_folder
 
 log = logging.getLogger(__name__)
 LENGTHS = (13, 10)
@@ -191,7 +191,7 @@ def _record_of(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -
     own = (attention, buffers, build, conversion, experts, forward, huggingface, adapters)
     for path in (__file__, *(str(module.__file__) for module in own)):
         digest.update(Path(path).read_bytes())
-    return Path(default_folder()).parent / "loaded" / digest.hexdigest()[:32]
+    return Path(cache_folder("loaded"), digest.hexdigest()[:32])
 
 
 def part_of(source: HuggingFaceModel) -> Part:

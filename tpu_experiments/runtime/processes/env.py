@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tpu_experiments.config.commands import command, typed
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.runtime.processes.chips import (
@@ -245,6 +246,5 @@ def compile_cache_root(config: Config) -> str | None:
     """
     hw, chosen = config.hw, config.hw.compile_cache
     if chosen == "auto" and hw.runtime == "torchtpu" and hw.device == "tpu":
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return os.path.join(cache, "tpu_experiments", "compile_cache")
+        return cache_folder("compile_cache")
     return None if chosen in ("auto", "none") or hw.runtime == "eager" else chosen

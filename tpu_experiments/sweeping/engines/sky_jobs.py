@@ -204,7 +204,7 @@ class SkyPoint(Started):
         before = engine.queue.jobs.get(self.name)
         is_adopted = before is not None and before.is_alive
         self._after = before.id if before is not None and not is_adopted else -1
-        self._asked, self._missing_since = engine.queue.asked - 1 if is_adopted else engine.queue.asked, 0
+        self._asked = engine.queue.asked - 1 if is_adopted else engine.queue.asked
         self._launch = None if is_adopted else engine.launch(point, limit_seconds=limit_seconds)
         self._launch_complaint: str | None = None
         self._cancel: Question | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from tpu_experiments.config.folders import REPOSITORY
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DoctorTaskConfig
@@ -30,7 +31,6 @@ from tpu_experiments.runtime.processes.libtpu import libtpu_problem
 from tpu_experiments.runtime.processes.metadata import CHIP_BOUNDS, HOST_NETWORK, metadata_problem
 from tpu_experiments.tasks.doctor.finding import Finding, failed, is_me, not_checked, ok, shown_gb, warning
 
-REPOSITORY = Path(__file__).parents[3]
 MEMLOCK_BYTES = 64 * 2**30
 """Locked memory below which a run may hang or fail: what public TPU containers are given (Marin, torchprime)."""
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -5,11 +5,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from tpu_experiments.config.defaults import is_open
+from tpu_experiments.config.folders import REPOSITORY
 from tpu_experiments.config.hardware import HwConfig, flags_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning.tuned import tuned
@@ -18,7 +18,7 @@ from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.runtime.processes.variables import stray_variables
 from tpu_experiments.tasks.doctor.finding import Finding, failed, ok, warning, worst
 
-PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+PYPROJECT = REPOSITORY / "pyproject.toml"
 PINNED = ("torch", "torch_xla")
 OF_A_TPU = ("libtpu", "jax", "jaxlib")
 KERNELS = ("jax", "jaxlib")

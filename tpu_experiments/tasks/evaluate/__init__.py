@@ -12,7 +12,7 @@ from functools import partial
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.tokens.widths import widths_of
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import start_run_log, terminal_log
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.held_out import (
@@ -50,15 +50,12 @@ def run(config: Config) -> None:
     Raises:
         ConfigError: something the user can fix; nothing was written.
     """
-    start_run_log(None, rank=0)
-    try:
+    with terminal_log():
         subject = subject_of(with_settings_of_run(config))
         subject = replace(subject, config=measure_rows(subject.config))
         vocab_size = check_model(subject.config)
         inputs = evaluation_inputs(subject, vocab_size=vocab_size)
         launch(evaluate_process, subject.config, subject, inputs)
-    finally:
-        stop_run_log()
 
 
 def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs: EvaluationInputs) -> None:

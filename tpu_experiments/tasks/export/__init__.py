@@ -19,7 +19,7 @@ from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.card import CARD, MARKER, page
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.export.forms import WRITERS, Writer
@@ -48,12 +48,8 @@ def run(config: Config) -> None:
 def write_forms(config: Config, task: WrittenFormsConfig, *, writers: Mapping[str, Writer]) -> None:
     """Write the forms of a task, print the table, upload, and exit with 1 if one is worse than the trained model."""
     require_pushable(task)
-    start_run_log(None, rank=0)
-    try:
-        with explain_storage_errors(task.folder or task.run or config.output_dir):
-            found = exported(config, task, writers=writers)
-    finally:
-        stop_run_log()
+    with terminal_log(), explain_storage_errors(task.folder or task.run or config.output_dir):
+        found = exported(config, task, writers=writers)
     print(for_terminal(as_table(found)))
     if task.push is not None:
         print(push(task, list(found)))

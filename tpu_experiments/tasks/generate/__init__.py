@@ -11,7 +11,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import GenerateTaskConfig
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.runtime.base import UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
@@ -34,9 +34,8 @@ def run(config: Config) -> None:
     """
     task = config.task
     assert isinstance(task, GenerateTaskConfig), "conf/task/generate.yaml has this schema"
-    start_run_log(None, rank=0)
     try:
-        with explain_storage_errors(task.run or config.output_dir):
+        with terminal_log(), explain_storage_errors(task.run or config.output_dir):
             _run(config, task)
     except UnexpectedProgram as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,8 +43,6 @@ def run(config: Config) -> None:
     except KeyboardInterrupt:
         print("error: stopped by Ctrl-C before all prompts were answered", file=sys.stderr)
         sys.exit(1)
-    finally:
-        stop_run_log()
 
 
 def _run(config: Config, task: GenerateTaskConfig) -> None:

@@ -60,19 +60,16 @@ def plan_all(config: Config, machines: dict[str, Config], settings: PlanTaskConf
     Raises:
         ConfigError: one of them has no plan; the others are written.
     """
-    from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+    from tpu_experiments.loggers.runlog import terminal_log
     from tpu_experiments.tasks.plan.output import publish
     from tpu_experiments.tasks.plan.search import case_of, plans_of
 
-    start_run_log(None, rank=0)
-    try:
+    with terminal_log():
         cases = [case_of(each, f"hw={name}") for name, each in machines.items()] + [case_of(config)]
         answers = plans_of(cases, settings, method=method)
         for case, answer in zip(cases, answers, strict=True):
             if not isinstance(answer, ConfigError):
                 publish(answer, config=case.config)
-    finally:
-        stop_run_log()
     problems = [str(answer) for answer in answers if isinstance(answer, ConfigError)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -25,7 +25,7 @@ from tpu_experiments.config.task_schema import TokenizerTaskConfig
 from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.data.texts import SourceTexts, cleaned_texts, drawn
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
-from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
+from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.tokenizer.measures import HARD_LINES, Measures, as_table, encoded, measured
@@ -78,12 +78,8 @@ def run(config: Config) -> None:
     task = config.task
     assert isinstance(task, TokenizerTaskConfig), "conf/task/tokenizer.yaml has this schema"
     folder = task.folder or paths.join(config.output_dir, "tokenizers", str(config.name))
-    start_run_log(None, rank=0)
-    try:
-        with explain_storage_errors(folder, full="failed"):
-            found = tokenizer_of(config, task, folder)
-    finally:
-        stop_run_log()
+    with terminal_log(), explain_storage_errors(folder, full="failed"):
+        found = tokenizer_of(config, task, folder)
     print(for_terminal(as_table(found)))
     print(f"tokenizer: {folder}\nreport: {paths.join(folder, PAGE)}")
 
