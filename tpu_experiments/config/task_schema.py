@@ -65,6 +65,10 @@ class PlanTaskConfig(TaskConfig):
     libtpu: str | None = place("local", default=None)
     """Folder of another virtual environment, whose libtpu compiles the programs that are lowered in this one, for
     example .venv-torchtpu; null is this environment's. Estimates of two versions of libtpu are not comparable."""
+    orders: int = number(default=1, at_least=1)
+    """Orders of the slice's chips for which the training step is compiled. Above 1, the plan names the collectives that
+    the compiler makes otherwise in another order than the usual one: sums are then rounded otherwise there. Each takes
+    as long as the step's own compilation."""
     workers: int | None = number(default=None, at_least=1)
     """Parallel compilations; null derives it from the free memory (6 GiB each) and the cores."""
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -72,12 +76,21 @@ class PlanTaskConfig(TaskConfig):
 
 def planning_problems(task: TaskConfig) -> list[str]:
     """Return incompatible settings of task=plan."""
-    if not isinstance(task, PlanTaskConfig) or task.libtpu is None or task.search.table is None:
+    if not isinstance(task, PlanTaskConfig):
         return []
-    return [
-        f"task.libtpu={task.libtpu} with task.search.table={task.search.table}; the table holds settings for the "
-        "compiler that the runs use; leave one of the two out."
-    ]
+    problems = []
+    if task.libtpu is not None and task.search.table is not None:
+        problems.append(
+            f"task.libtpu={task.libtpu} with task.search.table={task.search.table}; the table holds settings for the "
+            "compiler that the runs use; leave one of the two out."
+        )
+    if task.orders > 1 and (task.explore != "none" or task.method == "analytic"):
+        what = f"task.explore={task.explore}" if task.explore != "none" else "task.method=analytic"
+        problems.append(
+            f"task.orders={task.orders} with {what}; the step of one config is compiled for several orders of the "
+            "chips; leave one of the two out."
+        )
+    return problems
 
 
 # ---- pack ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from tpu_experiments.planning.compiler import (
     ANSWER,
     ENVIRONMENT,
     OPTIMIZED,
+    ORDER,
     PROGRAM,
     REQUEST,
     Memory,
@@ -105,8 +106,14 @@ class Compilers:
         for process in list(self.running):
             process.kill()
 
-    def submit(self, program: Lowered, *, hw: HwConfig, folder: str) -> Future[Compiled]:
-        """Compile as soon as a worker is free, or return the cached answer; raises what `compile` does."""
+    def submit(
+        self, program: Lowered, *, hw: HwConfig, folder: str, order: Sequence[int] | None = None
+    ) -> Future[Compiled]:
+        """Compile as soon as a worker is free, or return the cached answer; raises what `compile` does.
+
+        Args:
+            order: chips in the order of the program's partitions; None is the topology's own.
+        """
         request = {
             "topology": hw.topology,
             "num_chips": program.num_partitions * program.num_replicas,
@@ -114,6 +121,7 @@ class Compilers:
             "num_replicas": program.num_replicas,
             **({"form": program.form} if program.form != "hlo" else {}),
             **({ENVIRONMENT: self.libtpu} if self.libtpu else {}),
+            **({ORDER: list(order)} if order is not None else {}),
             "arguments": [asdict(argument) for argument in program.arguments],
         }
         facts = {
@@ -123,7 +131,8 @@ class Compilers:
         }
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + program.module).hexdigest()[:16]
         if key not in self.futures:
-            log.info("%s of %s: traced in %.1f s", program.name, shown(program), program.trace_seconds)
+            if order is None:
+                log.info("%s of %s: traced in %.1f s", program.name, shown(program), program.trace_seconds)
             place = Path(folder) / key
             self.futures[key] = self.pool.submit(self.compile, program, request=request, hw=hw, place=place)
         return self.futures[key]

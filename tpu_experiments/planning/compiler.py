@@ -37,6 +37,8 @@ TAKES_MODULE = (0, 12)
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 TEXT = "program.mlir"
 """StableHLO as text, for the compiler of another environment."""
+ORDER = "order"
+"""Key of a request: chips in the order of the program's partitions; absent for the topology's own."""
 ENVIRONMENT = "environment"
 """Key of a request: folder of the environment whose libtpu compiles; absent for the one that asks."""
 
@@ -173,15 +175,15 @@ def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> tuple[A
     jax.config.update("jax_default_device", topology.devices[0])  # a Pallas kernel is lowered for the default device
     mesh, replicas = Mesh(**request["mesh"]), request["num_replicas"]
     partitions = mesh.num_devices
-    count = partitions * replicas
+    order = request.get(ORDER) or range(partitions * replicas)
     options = compiler.get_compile_options(
         num_replicas=replicas,
         num_partitions=partitions,
-        device_assignment=np.arange(count).reshape(replicas, partitions),
+        device_assignment=np.array([topology.devices[at].id for at in order]).reshape(replicas, partitions),
     )
     options.executable_build_options.use_spmd_partitioning = partitions > 1
     options.executable_build_options.use_shardy_partitioner = False
-    devices, client = topology.devices[:count], topology.devices[0].client
+    devices, client = [topology.devices[at] for at in order], topology.devices[0].client
     arguments, is_run = request["arguments"], request.get("form") == "stablehlo"
     shardings = [mesh.sharding_text(argument["axes"]) for argument in arguments] if partitions > 1 else None
     aliases = {number: each["alias"] for number, each in enumerate(arguments) if each["alias"] is not None}

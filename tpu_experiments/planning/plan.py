@@ -10,6 +10,7 @@ from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
+from tpu_experiments.planning.orders import Order
 from tpu_experiments.planning.stored_plans import programs_key
 from tpu_experiments.planning.timing import Calibration, StepTime, StepWork
 from tpu_experiments.planning.work import GIB, MemoryEstimate
@@ -212,6 +213,8 @@ class Plan:
     run: RunLength | None = None
     cost: Cost | None = None
     ladder: tuple[Rung, ...] = ()
+    orders: tuple[Order, ...] = ()
+    """Other orders of the chips that the training step was compiled for (task.orders)."""
     search: tuple[Tried, ...] = ()
     """Every combination of a search, the best first."""
     comparisons: tuple[Comparison, ...] = ()

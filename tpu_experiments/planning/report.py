@@ -199,6 +199,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
         },
         "micro_batch_ladder": [asdict(rung) for rung in plan.ladder],
         "search": [asdict(tried) for tried in plan.search],
+        "orders": [asdict(order) for order in plan.orders],
         "num_programs": len(plan.programs),
         "why_no_other_program": NO_OTHER,
         "programs": [asdict(program) for program in plan.programs],
@@ -304,6 +305,7 @@ def summary_rows(plan: Plan, *, has_tables: bool = False) -> list[tuple[str, str
         *(("", f"{gib:7.2f} GiB  {name}") for name, gib in memory.classes.items()),
         *_shortage_rows(plan),
         *_program_rows(plan)[: 1 if has_tables else None],
+        *_order_rows(plan),
         ("work", f"{plan.flops.total / 1e9:.2f} GFLOP per token, of which {_parts_of_flops(plan)}"),
     ]
     assumed = [("assumed", assumption) for assumption in assumptions(plan)]
@@ -331,6 +333,23 @@ def _program_rows(plan: Plan) -> list[tuple[str, str]]:
         ("programs", f"{len(plan.programs)} in all, {compiled}; {NO_OTHER}"),
         *(("", line) for line in aligned([(*row, "") for row in program_cells(plan)])),
     ]
+
+
+def _order_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return the orders of the chips that were compared, and the collectives that are others in each of them."""
+    if not plan.orders:
+        return []
+    differing = [order for order in plan.orders if order.differs]
+    rows = [("orders", f"{len(plan.orders)} other orders of the chips compiled, {len(differing)} to another program")]
+    for order in differing:
+        listed = ", ".join(map(str, order.devices))
+        what = f"{len(order.changed)} kinds of collectives and {order.other_instructions} other instructions differ"
+        rows += [("", f"{listed}: {what}"), *(("", f"  {changed}") for changed in order.changed)]
+    if any(order.rounds_otherwise for order in differing):
+        rows.append(("", "sums are rounded otherwise there: a run that does not learn may learn in another order"))
+    elif differing:
+        rows.append(("", "no sum is among them: values are moved as they are, and results are the same"))
+    return rows
 
 
 def _parts_of_flops(plan: Plan) -> str:

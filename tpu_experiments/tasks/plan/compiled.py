@@ -17,6 +17,7 @@ from tpu_experiments.objectives.base import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
 from tpu_experiments.planning.length import OutsideSteps
+from tpu_experiments.planning.orders import Changed, Order, differences, orders_of
 from tpu_experiments.planning.plan import Plan, Program, plan_of
 from tpu_experiments.planning.stored_plans import compiled_folder
 from tpu_experiments.planning.timing import calibration_of
@@ -27,6 +28,8 @@ from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
 GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin
+OfOrders = dict[tuple[int, ...], list[Future[Compiled]]]
+"""Order of the chips to the compilations of the training programs for it."""
 
 
 def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which: str) -> list[Plan | ConfigError]:
@@ -40,6 +43,7 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
     folder = compiled_folder(settings, output_dir=configs[0].output_dir)
     traced: list[Traced | ConfigError] = []
     futures: dict[int, list[Future[Compiled]]] = {}
+    of_orders: dict[int, OfOrders] = {}
     with Compilers(settings.workers or usable_workers(), libtpu=settings.libtpu) as compilers:
         for number, config in enumerate(tqdm(configs, desc="tracing", leave=False, disable=None)):
             try:
@@ -49,13 +53,23 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
                 continue
             traced.append(run)
             futures[number] = [compilers.submit(p, hw=config.hw, folder=folder) for p in run.programs]
+            of_orders[number] = {
+                order: [compilers.submit(p, hw=config.hw, folder=folder, order=order) for p in training_of(run)]
+                for order in orders_of(config.hw.num_devices, count=settings.orders)[1:]
+            }
         every = {future for group in futures.values() for future in group}
+        every |= {future for orders in of_orders.values() for group in orders.values() for future in group}
         for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
             refusal = future.exception()
             if len(configs) == 1 and isinstance(refusal, ConfigError):
                 compilers.stop()  # the other compilations are not needed
                 return [refusal]
-    return [plan_or_error(run, futures.get(number, [])) for number, run in enumerate(traced)]
+    return [plan_or_error(run, futures.get(n, []), of_orders=of_orders.get(n, {})) for n, run in enumerate(traced)]
+
+
+def training_of(run: Traced) -> list[Lowered]:
+    """Return the training programs of a run."""
+    return [program for program in run.programs if program.name == "train"]
 
 
 def usable_workers() -> int:
@@ -64,15 +78,31 @@ def usable_workers() -> int:
     return max(1, min(by_memory, len(os.sched_getaffinity(0))))
 
 
-def plan_or_error(run: Traced | ConfigError, futures: Sequence[Future[Compiled]]) -> Plan | ConfigError:
+def plan_or_error(
+    run: Traced | ConfigError, futures: Sequence[Future[Compiled]], *, of_orders: OfOrders
+) -> Plan | ConfigError:
     """Return the plan of one traced run whose programs are compiled, or the error of one of them."""
     if isinstance(run, ConfigError):
         return run
     try:
         programs = [read(run, program, future.result()) for program, future in zip(run.programs, futures, strict=True)]
+        training = [program for program in programs if program.name == "train"]
+        orders = tuple(compared(order, training, others) for order, others in of_orders.items())
     except ConfigError as error:
         return error
-    return plan_of_run(run, programs)
+    return replace(plan_of_run(run, programs), orders=orders)
+
+
+def compared(order: tuple[int, ...], usual: Sequence[Planned], others: Sequence[Future[Compiled]]) -> Order:
+    """Return what the training programs of another order of the chips do otherwise; nothing of those too large."""
+    changed: dict[Changed, None] = {}
+    rest = 0
+    for program, other in zip(usual, (future.result() for future in others), strict=True):
+        if program.compiled.memory is not None and other.memory is not None:
+            own, count = differences(program.compiled.optimized_hlo(), other.optimized_hlo())
+            changed |= dict.fromkeys(own)
+            rest += count
+    return Order(order, tuple(changed), rest)
 
 
 def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
