@@ -96,9 +96,9 @@ def test_the_chunk_is_counted_in_tokens_of_one_device(num_shards, positions):
     """Two rows: on one device 4 positions of each are 8 tokens, on two devices 8 of one are."""
     widths = set()
 
-    def watched(fn, *, xs, **more):
-        widths.add(tuple(xs[0].shape[:3]))
-        return python_loop(fn, xs=xs, **more)
+    def watched(call):
+        widths.add(tuple(call.xs[0].shape[:3]))
+        return python_loop(call)
 
     batch = batch_of()
     length = batch["ids"].shape[1]

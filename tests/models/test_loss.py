@@ -135,9 +135,9 @@ def test_the_head_alone_may_be_trained():
 def test_any_length_goes_with_any_chunk(length, chunk, trained):
     widths = set()
 
-    def watched(fn, *, xs, **more):
-        widths.add((len(xs[0]), xs[0].shape[2]))
-        return python_loop(fn, xs=xs, **more)
+    def watched(call):
+        widths.add((len(call.xs[0]), call.xs[0].shape[2]))
+        return python_loop(call)
 
     found = with_gradients(chunked(watched, chunk), *sample(length=length), trained=trained)
     assert_same(found, with_gradients(plain, *sample(length=length), trained=trained))

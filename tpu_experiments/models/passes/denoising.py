@@ -21,7 +21,7 @@ from tpu_experiments.models.passes.forward import attention_input
 from tpu_experiments.models.passes.generation import candidates, drawn_of
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors
 
 CHOSEN, KEPT = range(2)
 """Sites of the draws of a token: which one it is, and, with random remasking, whether it is kept."""
@@ -122,7 +122,7 @@ class Denoiser:
             return (self.next_state(carry[0], xs, pads_B=pads_B, words_B=words_B, first=first),), ()
 
         consts = (batch["pads"], batch["words"], batch["first"])
-        (ids_BS,), _ = self.runtime.loop(body, carry=(batch["ids"],), xs=(number_N, filled_N), consts=consts)
+        (ids_BS,), _ = self.runtime.loop(LoopCall(body, carry=(batch["ids"],), xs=(number_N, filled_N), consts=consts))
         return {**batch, "ids": ids_BS, "first": batch["first"] + block}
 
     def next_state(self, ids_BS: Tensor, xs: Tensors, *, pads_B: Tensor, words_B: Tensor, first: Tensor) -> Tensor:

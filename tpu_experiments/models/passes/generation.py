@@ -28,7 +28,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors
 
 
 class FreshCache:
@@ -356,7 +356,7 @@ class Bucket:
 
         carry = tuple(state[name] for name in names)
         consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
-        new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=consts)
+        new, _ = self.decoder.runtime.loop(LoopCall(body, carry=carry, xs=(batch["uniforms"],), consts=consts))
         return dict(zip(names, new, strict=True))
 
     def next_state(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tpu_experiments.models.passes.forward import capped, target_weights
-from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, Tensors, apart, unconstrained
+from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, LoopCall, Tensors, apart, unconstrained
 
 NUM_FIRST = 1024
 """Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are computed beforehand, to bound the
@@ -91,7 +91,7 @@ def chunked_scores(
 
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     carry = (torch.zeros_like(weights_BT[:, 0]),)
-    (sums_B,), tokens = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
+    (sums_B,), tokens = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0]))
     losses_BT, hits_BT = (_joined(each_NBC, hidden_BTH.shape[1]) for each_NBC in tokens)
     return sums_B, losses_BT, hits_BT
 
@@ -106,7 +106,8 @@ def _sums(
         return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.log_z_BC,)
 
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
-    (sums_B,), (log_z_NBC,) = terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)
+    carry = (torch.zeros_like(weights_BT[:, 0]),)
+    (sums_B,), (log_z_NBC,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts))
     return sums_B, _joined(log_z_NBC, hidden_BTH.shape[1])
 
 
@@ -138,7 +139,7 @@ class _FrozenHead(torch.autograd.Function):
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         carry = (torch.zeros_like(weights_BT[:, 0]),)
         rows = hidden_BTH.shape[0]
-        (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        (sums_B,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
         ctx.save_for_backward(terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
         return sums_B
 
@@ -178,7 +179,7 @@ class _TrainedHead(torch.autograd.Function):
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
-        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
         grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
 
