@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ServeTaskConfig
+from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.pages.page import page
 from tpu_experiments.tasks.generate.conversation import fitted
 from tpu_experiments.tasks.serve.connections import RECEIVING_SECONDS, is_local
@@ -394,8 +395,8 @@ def question_of(
         raise Refusal(HTTPStatus.BAD_REQUEST, text, param=field, code="invalid_value")
     reader = writer.models[model].reader
     prompt, ids, num_left_out = fitted(asked.conversation(task), reader=reader, place="the conversation")
-    temperature = task.temperature if asked.temperature is None else asked.temperature
-    question = Question(model, prompt, ids, max_tokens, temperature, asked.top_p, tuple(asked.stop))
+    sampling = Sampling(task.temperature if asked.temperature is None else asked.temperature, asked.top_p)
+    question = Question(model, prompt, ids, max_tokens, sampling, tuple(asked.stop))
     usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
     return question, usage | {"turns_left_out": num_left_out}
 
