@@ -11,6 +11,7 @@ from tpu_experiments.data.rows import TOKEN_ARRAYS
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
+from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.next_token import next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import python_loop
@@ -70,7 +71,7 @@ def test_a_head_that_does_more_is_known(model_type):
     batch = batch_of()
     with torch.no_grad():
         expected, _ = next_token_loss(module, {}, batch)
-        found, _ = next_token_loss(module, {}, batch, chunk_tokens=10)
+        found, _ = next_token_loss(module, {}, batch, computing=Computing(10))
     assert torch.equal(found, expected)
 
 
@@ -95,14 +96,14 @@ def test_the_chunk_is_counted_in_tokens_of_one_device(num_shards, positions):
     """Two rows: on one device 4 positions of each are 8 tokens, on two devices 8 of one are."""
     widths = set()
 
-    def watched(fn, *, xs, **more):
-        widths.add(tuple(xs[0].shape[:3]))
-        return python_loop(fn, xs=xs, **more)
+    def watched(call):
+        widths.add(tuple(call.xs[0].shape[:3]))
+        return python_loop(call)
 
     batch = batch_of()
     length = batch["ids"].shape[1]
     with torch.no_grad():
-        next_token_loss(model_of("llama", DECODER), {}, batch, chunk_tokens=8, num_shards=num_shards, loop=watched)
+        next_token_loss(model_of("llama", DECODER), {}, batch, computing=Computing(8, num_shards, watched))
     assert widths == {(-(-length // positions), 2, positions)}
 
 
@@ -120,7 +121,7 @@ def test_losses_and_gradients_of_whole_models(make_config, model, lora):
         sums, weights = next_token_loss(run.model.module, leaves, batch, **settings)
         return sums, weights, *torch.autograd.grad((sums * torch.tensor([1.0, 0.25])).sum(), list(leaves.values()))
 
-    for ours, theirs in zip(outcome(chunk_tokens=14), outcome(), strict=True):
+    for ours, theirs in zip(outcome(computing=Computing(14)), outcome(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -140,5 +141,5 @@ def test_a_training_step_holds_no_array_of_all_logits(make_config):
         return torch_xla._XLAC._get_xla_tensors_hlo([sums.detach(), *grads])
 
     assert largest(hlo()) == 2 * 96 * 4096
-    assert largest(hlo(chunk_tokens=16, loop=run.runtime.loop)) < 2 * 96 * 4096
+    assert largest(hlo(computing=Computing(16, loop=run.runtime.loop))) < 2 * 96 * 4096
     assert python_loop is not run.runtime.loop

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tpu_experiments.models.passes import loss
 from tpu_experiments.models.passes.forward import row_losses, target_weights
-from tpu_experiments.models.passes.loss import chunked_row_losses
+from tpu_experiments.models.passes.loss import Terms, chunked_row_losses
 from tpu_experiments.runtime.ops import python_loop
 
 pytestmark = pytest.mark.xla
@@ -60,7 +60,7 @@ def with_gradients(function, hidden, head, batch, *, trained, device="cpu"):
 
 
 def chunked(loop, chunk, **terms):
-    return lambda *args: chunked_row_losses(*args, chunk_positions=chunk, loop=loop, **terms)
+    return lambda *args: chunked_row_losses(*args, Terms(chunk, loop, **terms))
 
 
 def assert_same(found, expected, *, tolerance=1e-5):
@@ -135,9 +135,9 @@ def test_the_head_alone_may_be_trained():
 def test_any_length_goes_with_any_chunk(length, chunk, trained):
     widths = set()
 
-    def watched(fn, *, xs, **more):
-        widths.add((len(xs[0]), xs[0].shape[2]))
-        return python_loop(fn, xs=xs, **more)
+    def watched(call):
+        widths.add((len(call.xs[0]), call.xs[0].shape[2]))
+        return python_loop(call)
 
     found = with_gradients(chunked(watched, chunk), *sample(length=length), trained=trained)
     assert_same(found, with_gradients(plain, *sample(length=length), trained=trained))

@@ -6,8 +6,8 @@ import torch
 from tests.training.tiny import ARCHITECTURES, built, random_batch
 from tpu_experiments.models.passes import loss
 from tpu_experiments.models.passes.forward import logits_of, target_weights
-from tpu_experiments.models.passes.loss import next_token_scores
-from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.next_token import next_token_loss, next_token_scores
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime
 
@@ -30,7 +30,7 @@ def test_scores_are_those_of_all_logits(make_config, model, chunk_tokens):
     runtime = EagerRuntime(config.hw)
     model = built(config, runtime)
     rows = rows_of(random_batch(3))
-    found = next_token_scores(model.module, model.trainable, rows, chunk_tokens=chunk_tokens)
+    found = next_token_scores(model.module, model.trainable, rows, computing=Computing(chunk_tokens))
     logits = logits_of(model.module, model.trainable, rows).detach()
     targets, weights = target_weights(rows)
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
@@ -47,7 +47,7 @@ def test_their_sums_are_training_s_to_the_bit(make_config, chunk_tokens):
     )
     runtime = make_runtime(config)
     model = built(config, runtime)
-    settings = {"chunk_tokens": chunk_tokens, "loop": runtime.loop, "constrain": runtime.constrain}
+    settings = {"computing": Computing(chunk_tokens, loop=runtime.loop, constrain=runtime.constrain)}
 
     def sums(batch):
         with torch.no_grad():

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from tests.config.composing import composed
-from tpu_experiments.metrics.flops import flops_of_token
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.metrics.flops import Recomputed, flops_of_token
 from tpu_experiments.planning.compare import datasheet_comparison
 from tpu_experiments.planning.hlo.text import Kernel, Transfer
 from tpu_experiments.planning.money import RunLength, StageLength, cost_of
@@ -24,8 +25,9 @@ MISTRAL = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+LORA = LoraConfig(r=16, targets=list(TARGETS))
 CALIBRATION = Calibration(1.1, "a <measurement> & another", 0.08)
-FLOPS = flops_of_token(MISTRAL, seq_len=2048, trainable="lora", lora_rank=16, targets=TARGETS, recompute=True)
+FLOPS = flops_of_token(MISTRAL, seq_len=2048, lora=LORA, recomputed=Recomputed())
 WORK = StepWork(
     cycles=2.14e9,
     dot_flops=3.0e14,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.config.composing import composed
-from tests.planning.examples import MISTRAL, TARGETS, example_plan
+from tests.planning.examples import LORA, MISTRAL, example_plan
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.flops import flops_of_token
 from tpu_experiments.planning.compare import SHARE_OF_PEAK, datasheet_comparison
@@ -15,7 +15,7 @@ from tpu_experiments.planning.timing import Calibration, datasheet_time
 V5E8 = composed("hw=v5e8").hw
 STAGES = (StageLength("text", 100, 90.0, 3_000_000, 3.0), StageLength("chat", 50, 90.0, 1_000_000, 1.0))
 RUN = RunLength(STAGES, eval_seconds=900, checkpoint_seconds=300, compile_seconds=600, setup_seconds=2700)
-FLOPS = flops_of_token(MISTRAL, seq_len=2048, trainable="lora", lora_rank=16, targets=TARGETS)
+FLOPS = flops_of_token(MISTRAL, seq_len=2048, lora=LORA)
 
 
 def test_five_hours_on_v5e8_cost_five_times_9_60() -> None:

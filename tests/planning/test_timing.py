@@ -7,7 +7,8 @@ import pytest
 from tests.config.composing import composed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import CalibrationConfig
-from tpu_experiments.metrics.flops import flops_of_token
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.metrics.flops import Recomputed, flops_of_token
 from tpu_experiments.planning.hlo.text import Kernel, Transfer
 from tpu_experiments.planning.timing import (
     HOP_SECONDS,
@@ -133,7 +134,7 @@ def test_the_calibration_of_a_machine_is_the_one_in_its_file() -> None:
 def test_a_datasheet_time_executes_the_recomputation_and_does_not_count_it() -> None:
     chip = composed("hw=t4x2").hw.chip
     arch = composed("model=qwen05b").model.arch
-    flops = flops_of_token(arch, seq_len=1000, trainable="full", recompute=True)
+    flops = flops_of_token(arch, seq_len=1000, lora=LoraConfig(r=0), recomputed=Recomputed())
     time = datasheet_time(flops, tokens=4000, chip=chip, share_of_peak=0.5)
     assert time.total_s == pytest.approx(flops.total * 4000 / 32.5e12)
     assert time.mfu == pytest.approx(0.5 * flops.model / flops.total)

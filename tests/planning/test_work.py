@@ -8,10 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.config.composing import composed
-from tests.planning.examples import MISTRAL, TARGETS
+from tests.planning.examples import LORA, MISTRAL, TARGETS
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import STATE_BYTES, AdafactorConfig
-from tpu_experiments.metrics.flops import flops_of_token, mean_keys, read_decoder
+from tpu_experiments.metrics.flops import Recomputed, flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.adapters.lora import inject
 from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.planning.analytic import step_settings
@@ -20,7 +21,8 @@ from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_a
 # A CPU backward pass: the XLA device must be there before the first one of a process (tests/conftest.py).
 pytestmark = pytest.mark.xla
 SEQ_LEN, ROWS = 64, 2
-LORA = ("lora=all_linear_r16",)
+R16 = ("lora=all_linear_r16",)
+FULL = LoraConfig(r=0)
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -53,7 +55,7 @@ def counted(kind: str, *, lora: bool) -> float:
 def test_flops_are_those_that_pytorch_counts(kind: str, lora: bool) -> None:
     arch = {"model_type": kind, **TINY}
     decoder = read_decoder(arch)
-    flops = flops_of_token(arch, seq_len=SEQ_LEN, trainable="lora" if lora else "full", lora_rank=8, targets=TARGETS)
+    flops = flops_of_token(arch, seq_len=SEQ_LEN, lora=LoraConfig(r=8 if lora else 0, targets=list(TARGETS)))
     every_score = 12.0 * TINY["num_attention_heads"] * TINY["head_dim"] * TINY["num_hidden_layers"] * SEQ_LEN
     expected = flops.total - flops.attention + every_score
     if lora:  # nothing below the first layer is trained: its q, k and v need no gradient of their input
@@ -72,16 +74,16 @@ def test_mean_keys_by_counting(seq_len: int, window: int | None) -> None:
 
 def test_lora_is_four_n_and_full_training_six() -> None:
     elements = read_decoder(MISTRAL).matrices - read_decoder(MISTRAL).embedding  # the embedding is looked up
-    lora = flops_of_token(MISTRAL, seq_len=2048, trainable="lora", lora_rank=16, targets=TARGETS)
-    full = flops_of_token(MISTRAL, seq_len=2048, trainable="full")
+    lora = flops_of_token(MISTRAL, seq_len=2048, lora=LORA)
+    full = flops_of_token(MISTRAL, seq_len=2048, lora=FULL)
     assert lora.total - lora.attention - lora.lora == pytest.approx(4 * elements)
     assert full.total - full.attention == pytest.approx(6 * elements)
     assert lora.weight_gradient == full.lora == 0
 
 
 def test_recomputation_is_a_forward_pass_up_to_the_last_projection_and_not_counted_as_useful() -> None:
-    settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS}
-    once, twice = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, recompute=True)
+    settings = {"seq_len": 2048, "lora": LORA}
+    once, twice = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, recomputed=Recomputed())
     assert twice.model == pytest.approx(once.total)
     last = 2.0 * 32 * 14336 * 4096  # nothing reads what down_proj would give again
     adapters = 2.0 * 32 * 16 * (4096 + 2 * 1024 + 4096 + 2 * 14336)  # B of the others; what A gives is kept
@@ -90,12 +92,13 @@ def test_recomputation_is_a_forward_pass_up_to_the_last_projection_and_not_count
 
 
 def test_lengths_of_rows_have_another_product_with_dropout_and_recompute_the_last_projection() -> None:
-    settings = {"seq_len": 2048, "trainable": "lora", "lora_rank": 16, "targets": TARGETS, "recompute": True}
-    plain, dora = flops_of_token(MISTRAL, **settings), flops_of_token(MISTRAL, **settings, dora=True)
+    settings = {"seq_len": 2048, "recomputed": Recomputed()}
+    lengths = replace(LORA, dora=True)
+    plain, dora = (flops_of_token(MISTRAL, **settings, lora=lora) for lora in (LORA, lengths))
     assert dora.model == plain.model
     last = 2.0 * 32 * 14336 * 4096  # whose outputs the gradient of their lengths reads
     assert dora.recomputation == pytest.approx(plain.recomputation + last + 2.0 * 32 * 16 * 4096)
-    twice = flops_of_token(MISTRAL, **settings, dora=True, dropout=0.1)
+    twice = flops_of_token(MISTRAL, **settings, lora=replace(lengths, dropout=0.1))
     assert twice.lora == pytest.approx(dora.lora + 2 * dora.forward)
     assert twice.recomputation == pytest.approx(dora.recomputation + dora.forward)
 
@@ -111,13 +114,13 @@ def test_lengths_of_rows_are_float32_with_two_moments() -> None:
 
 
 def test_gemma_spends_most_on_its_vocabulary() -> None:
-    flops = flops_of_token(composed("model=gemma3_270m").model.arch, seq_len=1024, trainable="full")
+    flops = flops_of_token(composed("model=gemma3_270m").model.arch, seq_len=1024, lora=FULL)
     assert 0.55 < flops.head / flops.total < 0.65
 
 
 def test_a_window_bounds_the_cost_of_long_rows() -> None:
-    far = flops_of_token(MISTRAL, seq_len=32768, trainable="full").attention
-    near = flops_of_token(MISTRAL | {"sliding_window": 4096}, seq_len=32768, trainable="full").attention
+    far = flops_of_token(MISTRAL, seq_len=32768, lora=FULL).attention
+    near = flops_of_token(MISTRAL | {"sliding_window": 4096}, seq_len=32768, lora=FULL).attention
     assert far / near == pytest.approx(16384.5 / 3840.06, rel=1e-4)
 
 
@@ -151,12 +154,12 @@ def test_analytic_memory_against_the_compiler(case: str) -> None:
 
 
 def test_rounded_weights_take_a_byte_and_the_gradient_of_every_one() -> None:
-    settings = {"lora_rank": 16, "targets": TARGETS}
-    plain, rounded = (flops_of_token(MISTRAL, seq_len=2048, trainable="lora", rounded=r, **settings) for r in (0, 1))
+    plain, rounded = (flops_of_token(MISTRAL, seq_len=2048, lora=LORA, rounded=r) for r in (False, True))
     assert plain.lora > 0
     assert rounded.lora == 0
     assert rounded.weight_gradient == rounded.forward == plain.forward
-    step = {"seq_len": 2048, "micro_rows": 1, "trainable": "lora", "recompute": True, **settings}
+    step = {"seq_len": 2048, "micro_rows": 1, "trainable": "lora", "recompute": True}
+    step |= {"lora_rank": 16, "targets": TARGETS}
     matrices, rows = (32 * sum(product) for product in (
         [a * b for a, b in read_decoder(MISTRAL).projections.values()],
         [high for _, high in read_decoder(MISTRAL).projections.values()],
@@ -189,7 +192,7 @@ def test_every_weight_trained_is_float32_with_two_moments() -> None:
     assert adafactor.optimizer < 0.01 * memory.optimizer
 
 
-@pytest.mark.parametrize("choice", [LORA, (*LORA, "lora.dora=true"), ("lora=none",)])
+@pytest.mark.parametrize("choice", [R16, (*R16, "lora.dora=true"), ("lora=none",)])
 def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: tuple[str, ...]) -> None:
     """2.03 bytes for each trained element; norms, and B of k and v with 2,048 elements, have 8."""
     config = composed("model=qwen05b", *choice, "optim=adamw8bit", "hw=v5e1")

@@ -25,6 +25,7 @@ from tpu_experiments.optim.base import Optimizer
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.kernels import on_cuda
 from tpu_experiments.runtime.kernels.integers import int8_product
+from tpu_experiments.runtime.ops import LoopCall
 from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = [
@@ -272,15 +273,17 @@ def test_a_recorded_loop_carries_and_stacks(runtime: EagerRuntime, reverse: bool
 
     def body(carry, xs, consts):
         a, b = carry
-        (inner,), _ = runtime.loop(lambda c, x, _: ((c[0] * x[0],), ()), carry=(xs[0] * 0 + 1,), xs=(consts[0],))
+        (inner,), _ = runtime.loop(
+            LoopCall(lambda c, x, _: ((c[0] * x[0],), ()), carry=(xs[0] * 0 + 1,), xs=(consts[0],))
+        )
         return (b, a + xs[0] + inner), (a, xs[0])
 
     def function(batch):
         first = batch["x"] * 2
         (a, b), ys = runtime.loop(
-            body, carry=(first[0], first[1]), xs=(first,), consts=(batch["factors"],), reverse=reverse
+            LoopCall(body, carry=(first[0], first[1]), xs=(first,), consts=(batch["factors"],), reverse=reverse)
         )
-        (c,), _ = runtime.loop(lambda carry, x, _: ((carry[0] + x[0],), ()), carry=(a * b,), xs=(ys[0],))
+        (c,), _ = runtime.loop(LoopCall(lambda carry, x, _: ((carry[0] + x[0],), ()), carry=(a * b,), xs=(ys[0],)))
         return a, b, c, ys
 
     program = runtime.program(function, name="loops")

@@ -1,13 +1,14 @@
 """Both loops against a written-out one: carry, ys, consts, order, types, autograd inside, loops inside, one program."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.ops import python_loop
+from tpu_experiments.runtime.ops import LoopCall, python_loop
 
 pytestmark = pytest.mark.xla
 LOOPS = ("python", "xla")
@@ -24,9 +25,9 @@ def loop(request):
 
     device = torch_xla.device()
 
-    def on_device(fn, *, carry, xs, consts=(), reverse=False):
-        sent = [tuple(t.to(device) for t in group) for group in (carry, xs, consts)]
-        found = xla_loop(fn, carry=sent[0], xs=sent[1], consts=sent[2], reverse=reverse)
+    def on_device(call):
+        sent = {name: tuple(t.to(device) for t in getattr(call, name)) for name in ("carry", "xs", "consts")}
+        found = xla_loop(replace(call, **sent))
         return tuple(tuple(t.cpu() for t in group) for group in found)
 
     return on_device
@@ -45,7 +46,7 @@ def test_carry_consts_and_order(loop, reverse):
         return (new, carry[1] + 1), (new * 2, x[1])
 
     count, index = torch.zeros((), dtype=torch.int32), torch.arange(5, dtype=torch.int32)
-    (last, counted), ys = loop(fn, carry=(start, count), xs=(xs, index), consts=(weight,), reverse=reverse)
+    (last, counted), ys = loop(LoopCall(fn, carry=(start, count), xs=(xs, index), consts=(weight,), reverse=reverse))
     expected = torch.zeros(5, 3)
     carry = start
     for i in reversed(range(5)) if reverse else range(5):
@@ -67,7 +68,7 @@ def test_types_stay(loop, dtype):
         seen.extend(t.dtype for t in (*carry, *x, *consts))
         return carry, (torch.where(x[0].bool(), x[0], consts[0]),)
 
-    (same,), (ys,) = loop(fn, carry=(values,), xs=(values,), consts=(values[0],))
+    (same,), (ys,) = loop(LoopCall(fn, carry=(values,), xs=(values,), consts=(values[0],)))
     assert set(seen) == {dtype}
     assert torch.equal(same, values)
     assert torch.equal(ys, torch.where(values.bool(), values, values[0]))
@@ -75,10 +76,10 @@ def test_types_stay(loop, dtype):
 
 def test_nothing_but_ys_and_nothing_but_carry(loop):
     xs = draw(4, 2)
-    carry, (ys,) = loop(lambda carry, x, consts: ((), (x[0] * 2,)), carry=(), xs=(xs,))
+    carry, (ys,) = loop(LoopCall(lambda carry, x, consts: ((), (x[0] * 2,)), carry=(), xs=(xs,)))
     assert carry == ()
     torch.testing.assert_close(ys, xs * 2)
-    (total,), ys = loop(lambda carry, x, consts: ((carry[0] + x[0],), ()), carry=(torch.zeros(2),), xs=(xs,))
+    (total,), ys = loop(LoopCall(lambda carry, x, consts: ((carry[0] + x[0],), ()), carry=(torch.zeros(2),), xs=(xs,)))
     assert ys == ()
     torch.testing.assert_close(total, xs.sum(0))
 
@@ -100,19 +101,21 @@ def gradients_by_loops(loop):
         return (grads[1],), (grads[0],)
 
     def micro_batch(carry, x, consts):
-        (last,), (inputs,) = loop(forward, carry=(x[0],), xs=(consts[0],))
+        (last,), (inputs,) = loop(LoopCall(forward, carry=(x[0],), xs=(consts[0],)))
         with torch.enable_grad():
             leaf = last.detach().requires_grad_()
             loss = F.cross_entropy(leaf, x[1].long(), reduction="sum")
             (grad,) = torch.autograd.grad(loss, leaf)
-        _, (grads,) = loop(backward, carry=(grad,), xs=(consts[0], inputs), reverse=True)
+        _, (grads,) = loop(LoopCall(backward, carry=(grad,), xs=(consts[0], inputs), reverse=True))
         return (carry[0] + grads,), (loss.detach(),)
 
     return micro_batch
 
 
 def nested(loop, *, rows, targets, weights):
-    return loop(gradients_by_loops(loop), carry=(torch.zeros_like(weights),), xs=(rows, targets), consts=(weights,))
+    return loop(
+        LoopCall(gradients_by_loops(loop), carry=(torch.zeros_like(weights),), xs=(rows, targets), consts=(weights,))
+    )
 
 
 def expected_of(rows, targets, weights):
@@ -163,7 +166,7 @@ def test_a_body_is_differentiated_in_the_calling_thread():
         return carry, (grad,)
 
     rows = draw(3, 2)
-    _, (found,) = xla_loop(body, carry=(), xs=(rows.to(torch_xla.device()),))
+    _, (found,) = xla_loop(LoopCall(body, carry=(), xs=(rows.to(torch_xla.device()),)))
     assert set(threads) == {threading.get_ident()}
     torch.testing.assert_close(found.cpu(), 2 * rows)
 
@@ -199,7 +202,7 @@ def test_dropout_differs_between_iterations_and_not_between_equal_seeds():
     def masks(seed):
         xm.set_rng_state(seed, str(device))
         ones = torch.ones(3, 64, device=device)
-        _, (dropped,) = xla_loop(lambda carry, x, consts: ((), (F.dropout(x[0], 0.5),)), carry=(), xs=(ones,))
+        _, (dropped,) = xla_loop(LoopCall(lambda carry, x, consts: ((), (F.dropout(x[0], 0.5),)), carry=(), xs=(ones,)))
         return dropped.cpu()
 
     first = masks(7)
@@ -213,7 +216,7 @@ def test_dropout_differs_between_iterations_and_not_between_equal_seeds():
 )
 def test_a_loop_over_nothing_is_refused(loop, xs):
     with pytest.raises(ValueError, match="leading dimension"):
-        loop(lambda carry, x, consts: (carry, ()), carry=(), xs=xs)
+        loop(LoopCall(lambda carry, x, consts: (carry, ()), carry=(), xs=xs))
 
 
 def test_a_carry_of_another_type_is_refused():
@@ -223,7 +226,7 @@ def test_a_carry_of_another_type_is_refused():
 
     ones = torch.ones(2, 3, device=torch_xla.device())
     with pytest.raises(TypeError, match="keep its types"):
-        xla_loop(lambda carry, x, consts: ((carry[0].double(),), ()), carry=(ones[0],), xs=(ones,))
+        xla_loop(LoopCall(lambda carry, x, consts: ((carry[0].double(),), ()), carry=(ones[0],), xs=(ones,)))
 
 
 def test_stacks_need_not_be_filled_first():
@@ -247,7 +250,7 @@ def test_stacks_need_not_be_filled_first():
         return (carry[0] + x[0].sum(),), (x[0] * 2, F.dropout(x[0], 0.0).sum(0))
 
     start = torch.zeros((), device=torch_xla.device())
-    _, ys = xla_loop(fn, carry=(start,), xs=(xs,), rows=4, unwritten=unwritten)
+    _, ys = xla_loop(LoopCall(fn, carry=(start,), xs=(xs,), rows=4), unwritten=unwritten)
     torch.testing.assert_close(ys[0].cpu(), 2 * xs.cpu())
     torch.testing.assert_close(ys[1].cpu(), xs.cpu().sum(1))
     assert made == [(4, (3, 4, 2), torch.float32), (4, (3, 2), torch.float32)]

@@ -13,8 +13,8 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.data.tokens.widths import widths_of
 from tpu_experiments.models.passes.forward import logits_of, target_weights
-from tpu_experiments.models.passes.loss import next_token_scores
-from tpu_experiments.objectives.next_token import next_token_loss
+from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.next_token import next_token_loss, next_token_scores
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.evaluation import Evaluator
@@ -44,7 +44,7 @@ def batch(seed):
 def evaluators(config, runtime, widths):
     """With the loss alone, and with scores."""
     model = built(config, runtime)
-    settings = {"chunk_tokens": CHUNK, "loop": runtime.loop, "constrain": runtime.constrain}
+    settings = {"computing": Computing(CHUNK, loop=runtime.loop, constrain=runtime.constrain)}
     given = {"runtime": runtime, "parameters": model.trainable, "row_loss": partial(next_token_loss, **settings)}
     scores = partial(next_token_scores, **settings)
     return Evaluator(model.module, **given), Evaluator(model.module, **given, token_scores=scores, widths=widths)

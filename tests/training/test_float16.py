@@ -16,7 +16,7 @@ from tests.training.test_window import pending
 from tests.training.tiny import ARCHITECTURES, Run, plain_updates, random_batch
 from tpu_experiments.checkpoint.state import flat, read_state
 from tpu_experiments.config.schema import GuardConfig
-from tpu_experiments.models.passes.loss import chunked_row_losses
+from tpu_experiments.models.passes.loss import Terms, chunked_row_losses
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.loss_scale import FIRST, GOOD, GROWTH_STEPS, LEAST, SCALE, adapted, scale_of
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -138,7 +138,7 @@ def test_logits_far_above_the_first_ones_do_not_overflow():
     grads = {}
     for dtype in (torch.float16, torch.float32):
         inputs = hidden.to(dtype).requires_grad_()
-        sums, _ = chunked_row_losses(inputs, head.to(dtype), batch, chunk_positions=2, loop=python_loop)
+        sums, _ = chunked_row_losses(inputs, head.to(dtype), batch, Terms(2, python_loop))
         (grads[dtype],) = torch.autograd.grad(sums.sum(), [inputs])
     assert sums.item() > 15
     torch.testing.assert_close(grads[torch.float16].float(), grads[torch.float32], rtol=2e-2, atol=2e-3)

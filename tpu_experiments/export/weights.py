@@ -13,19 +13,14 @@ from tpu_experiments.models.adapters.lora import (
     MAGNITUDE,
     A,
     B,
-    adapted_weights,
-    adapter_weights,
-    folded_weight,
     lengths_of_rows,
     scale_of,
 )
-from tpu_experiments.models.adapters.low_rank_qat import decoded, grid_of
-from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
+from tpu_experiments.models.adapters.low_rank_qat import decoded
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
-from tpu_experiments.models.sources.frozen import describe_trained, require_finite_parts, require_whole
-from tpu_experiments.storage.tensors import require_finite
+from tpu_experiments.models.sources.frozen import TrainedModel
 
 
 @dataclass
@@ -109,75 +104,61 @@ def whole_model(
     Raises:
         ConfigError: the tensors are not of this model, are an incomplete set, or hold NaN or infinite values.
     """
-    module, shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
-    adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
+    model = TrainedModel(source, lora, trained, reduced_with_seed, origin)
     plain = source.empty()
     empty, buffers = dict(plain.named_parameters()), persistent_buffers(plain)
     own = [name for name in empty if name not in trained]
-    require_whole(own, trained=trained, lora=lora, origin=origin)
-    source.require_weights({name: shapes[name] for name in own})
-    format, grid = format_of(source.model), grid_of(source.model)
-
-    def on_grid(item: Named) -> tuple[Tensor, Tensor]:
-        """Return a rounded weight as training began with it, and as it ended."""
-        assert grid is not None
-        require_finite_parts(item.name, trained, place=origin)
-        trained_codes, first_codes = folded_weight(item, trained, lora=lora, grid=grid, dtype=source.dtype)
-        return decoded(*first_codes, dtype=torch.float32), decoded(*trained_codes, dtype=torch.float32)
-
-    def begun_and_ended(item: Named) -> tuple[Tensor, Tensor]:
-        """Return a weight as training began with it, and as it ended; of one without an adapter, the same twice."""
-        if item.name in adapted and grid is not None:
-            return on_grid(item)
-        base = base_of(item)
-        if item.name not in adapted:
-            return base, base
-        is_transposed = adapted[item.name]
-        return base, _merged(base, item.name, lora=lora, trained=trained, is_transposed=is_transposed, origin=origin)
-
-    def base_of(item: Named) -> Tensor:
-        if reduced_with_seed is not None and item.name in adapted:
-            item = next(adapter_weights(item, lora=lora, seed=reduced_with_seed, is_transposed=adapted[item.name]))
-        if format is None or item.name not in quantised:
-            return item.tensor.to(torch.float32)
-        return format.decode(format.quantise(item.tensor), dtype=torch.float32)
+    model.require_whole(own)
 
     def read(effect: Effect | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         bases = source.weights(own)
         for name in empty:
             if name in trained:
-                require_finite(trained[name], name=name, place=origin)
-                yield name, trained[name].to(torch.float32)
+                yield name, model.finite(name)
                 continue
-            base, merged = begun_and_ended(next(bases))
-            if effect is not None and name in adapted:
+            base, merged = _begun_and_ended(model, next(bases))
+            if effect is not None and name in model.adapted:
                 effect.add(base, merged, dtype=dtype)
             del base  # otherwise it stays allocated while the next one is read
             yield name, merged
             del merged
         yield from buffers.items()
 
-    linears = {
-        f"{n}.weight" for n, part in plain.named_modules() if type(part) is nn.Linear and is_target(n, ALL_LINEAR)
-    }
-    if grid is not None and adapted:
-        linears = {name for name in linears if name in adapted}
     held = {name: parameter.detach() for name, parameter in empty.items()} | shapes_of_buffers(buffers)
-    return WholeModel(source.export_config, type(plain).__name__, held, frozenset(linears), any(adapted.values()), read)
+    is_transposed = any(model.adapted.values())
+    return WholeModel(source.export_config, type(plain).__name__, held, _linears(model, plain), is_transposed, read)
 
 
-def _merged(
-    base: Tensor, name: str, *, lora: LoraConfig, trained: Mapping[str, Tensor], is_transposed: bool, origin: str
-) -> Tensor:
-    prefix, scale = name.removesuffix("weight"), scale_of(lora)
-    parts = {part: trained[prefix + part].to(torch.float32) for part in (A, B)}
-    if lora.dora:
-        parts[MAGNITUDE] = trained[prefix + MAGNITUDE].to(torch.float32)
-    for part, tensor in parts.items():
-        require_finite(tensor, name=prefix + part, place=origin)
-    weight = base.t() if is_transposed else base
+def _linears(model: TrainedModel, plain: nn.Module) -> frozenset[str]:
+    """Return the names of `WholeModel.linears`; of rounded weights those that were trained so."""
+    names = {f"{n}.weight" for n, part in plain.named_modules() if type(part) is nn.Linear and is_target(n, ALL_LINEAR)}
+    return frozenset(names & set(model.adapted) if model.grid is not None and model.adapted else names)
+
+
+def _begun_and_ended(model: TrainedModel, item: Named) -> tuple[Tensor, Tensor]:
+    """Return a weight as training began with it, and as it ended; of one without an adapter, the same twice."""
+    if (found := model.on_grid(item, dtype=model.source.dtype)) is not None:
+        ended, begun = (decoded(*codes, dtype=torch.float32) for codes in found)
+        return begun, ended
+    base = _base_of(model, item)
+    return base, _merged(model, base, item.name) if item.name in model.adapted else base
+
+
+def _base_of(model: TrainedModel, item: Named) -> Tensor:
+    """Return a weight as it is trained over, in float32: reduced, and of a quantised base its decoded codes."""
+    item = model.reduced(item)
+    if model.format is None or item.name not in model.quantised:
+        return item.tensor.to(torch.float32)
+    return model.format.decode(model.format.quantise(item.tensor), dtype=torch.float32)
+
+
+def _merged(model: TrainedModel, base: Tensor, name: str) -> Tensor:
+    """Return a weight with its adapter."""
+    prefix, scale, has_lengths = name.removesuffix("weight"), scale_of(model.lora), model.lora.dora
+    parts = {part: model.finite(prefix + part) for part in (A, B, *([MAGNITUDE] if has_lengths else []))}
+    weight = base.t() if model.adapted[name] else base
     merged = torch.addmm(weight, parts[B], parts[A], alpha=scale)
-    if lora.dora:
+    if has_lengths:
         norms = lengths_of_rows(weight, parts[A], parts[B], scale=scale)
         merged *= (parts[MAGNITUDE] / norms)[:, None]
-    return merged.t().contiguous() if is_transposed else merged
+    return merged.t().contiguous() if model.adapted[name] else merged

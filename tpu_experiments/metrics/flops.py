@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_texts
-from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, is_target
+from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, LoraConfig, is_target
 from tpu_experiments.config.recurrence import chunk_of
 from tpu_experiments.config.schema import Config
 
@@ -462,17 +462,12 @@ def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = Tru
     Raises:
         ConfigError: a model that is not counted here.
     """
+    saved = (*SAVED.get(config.model.remat, ()), *config.model.saved)
     return flops_of_token(
         arch,
         seq_len=seq_len,
-        trainable=trainable(config),
-        lora_rank=config.lora.r,
-        targets=config.lora.targets,
-        dora=config.lora.dora,
-        dropout=config.lora.dropout,
-        recompute=recomputes(config),
-        saved=(*SAVED.get(config.model.remat, ()), *config.model.saved),
-        kernel=config.model.attention == "flash",
+        lora=config.lora,
+        recomputed=Recomputed(saved, kernel=config.model.attention == "flash") if recomputes(config) else None,
         causal=causal,
         rounded=config.model.linear == "lr_qat",
     )
@@ -616,18 +611,22 @@ def mean_keys(seq_len: int, *, window: int | None, causal: bool = True) -> float
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """Layers that the backward pass recomputes from their inputs."""
+
+    saved: Collection[str] = ()
+    """Exceptions that are saved: `attention`, or projections by name."""
+    kernel: bool = True
+    """Attention is a kernel, which saves what its own backward pass needs where attention is saved."""
+
+
 def flops_of_token(
     arch: Any,
     *,
     seq_len: int,
-    trainable: Trainable,
-    lora_rank: int = 0,
-    targets: Iterable[str] = (),
-    dora: bool = False,
-    dropout: float = 0.0,
-    recompute: bool = False,
-    saved: Collection[str] = (),
-    kernel: bool = True,
+    lora: LoraConfig,
+    recomputed: Recomputed | None = None,
     causal: bool = True,
     rounded: bool = False,
 ) -> FlopsPerToken:
@@ -635,66 +634,51 @@ def flops_of_token(
 
     Under LoRA nothing needs the gradient of the first layer's input; a scanned stack computes it, so it is counted. Not
     counted are the norms of DoRA, which a micro-batch needs once: they are as many FLOPs as the frozen weights' product
-    with `lora_rank` tokens.
+    with `lora.r` tokens. With dropout, DoRA multiplies adapted weights twice: with the input, and with what is left.
 
     Args:
-        dropout: with it, DoRA multiplies adapted weights twice: with the input, and with what dropout leaves of it.
-        recompute: the backward pass recomputes the layers from their inputs.
-        saved: exceptions that are saved: `attention`, or projections by name.
-        kernel: attention is a kernel, which saves what its own backward pass needs where attention is saved.
         causal: a token attends to those before it alone.
         rounded: adapters decide how weights are rounded (`model.linear=lr_qat`): nothing is multiplied by them, and the
             gradient of every adapted weight is computed. Not counted are B A and its gradients, which a micro-batch
-            needs four times: each is as many FLOPs as the weights' product with `lora_rank` tokens.
+            needs four times: each is as many FLOPs as the weights' product with `lora.r` tokens.
 
     Raises:
         ConfigError: a model that `read_decoder` does not support.
     """
-    decoder, trained = read_decoder(arch), trainable == "full"
-    names = [] if trained else list(targets)
+    decoder = read_decoder(arch)
+    names, rank = (lora.targets, 0 if rounded else lora.r) if lora.r else ([], 0)
     layers, head = 2.0 * decoder.num_layers * decoder.layer_matrices, 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
-    lora_rank = 0 if rounded else lora_rank
-    adapters = 2.0 * decoder.adapter_parameters(rank=lora_rank, targets=names)
-    of_adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if rounded else 0.0
-    twice = dora and dropout > 0
-    second = 2.0 * sum(wide * high for wide, high in decoder.adapted(names)) if twice else 0.0
-    share = 1.0 if "attention" not in saved else 0.0 if kernel else 0.5  # plain operations need the scores again
-    recomputed = _recomputed(
-        decoder, saved, attention=share * attention, rank=lora_rank, targets=names, dora=dora, twice=twice
-    )
+    adapters = 2.0 * decoder.adapter_parameters(rank=rank, targets=names)
+    adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names))
+    twice, again = lora.dora and lora.dropout > 0, 0.0
+    if recomputed is not None:
+        again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rank=rank)
     return FlopsPerToken(
         forward=layers,
         activation_gradient=layers,
-        weight_gradient=layers if trained else of_adapted,
-        recomputation=recomputed if recompute else 0.0,
+        weight_gradient=(adapted if rounded else 0.0) if lora.r else layers,
+        recomputation=again,
         attention=3 * attention,  # two products forward, four backward
-        head=head * (3 if trained else 2),
-        lora=3 * adapters + 2 * second,  # no gradient of the weight
+        head=head * (2 if lora.r else 3),
+        lora=3 * adapters + (2 * adapted if twice else 0.0),  # no gradient of the weight
     )
 
 
-def _recomputed(
-    decoder: Decoder,
-    saved: Collection[str],
-    *,
-    attention: float,
-    rank: int,
-    targets: list[str],
-    dora: bool,
-    twice: bool,
-) -> float:
+def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rank: int) -> float:
     """Return the FLOPs of the layers that the backward pass recomputes.
 
     It reads the output of a layer's last projection only where a norm follows (Gemma 3), or a trained length (DoRA). An
     adapter's first product is never recomputed, its second where the projection is.
     """
-    is_last_read = decoder.family.norms > 2 or dora
+    is_last_read = decoder.family.norms > 2 or lora.dora
     again = {
         name: wide * high
         for name, (wide, high) in decoder.projections.items()
-        if name not in saved and (name != decoder.last_projection or is_last_read)
+        if name not in how.saved and (name != decoder.last_projection or is_last_read)
     }
+    targets, twice = lora.targets if lora.r else [], lora.dora and lora.dropout > 0
     repeated = [shape for leaf, shape in decoder.adapted_by_leaf(targets) if leaf in again]
     adapters = sum((rank + (wide if twice else 0)) * high for wide, high in repeated)
-    return 2.0 * (decoder.num_layers * sum(again.values()) + adapters) + attention
+    share = 1.0 if "attention" not in how.saved else 0.0 if how.kernel else 0.5  # plain operations need the scores
+    return 2.0 * (decoder.num_layers * sum(again.values()) + adapters) + share * attention

@@ -20,7 +20,7 @@ from tpu_experiments.config.targets import locate
 from tpu_experiments.data.rows import Array
 from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.huggingface import HuggingFaceModel
-from tpu_experiments.models.passes.loss import Scores
+from tpu_experiments.models.passes.loss import Scores, Terms
 from tpu_experiments.objectives.vocabulary import Vocabulary
 from tpu_experiments.optim.base import ParameterGroup
 from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
@@ -60,9 +60,11 @@ class Computing:
     place: Place = on_host
     """Copies a table of the objective's own to the device."""
 
-    def of_head(self) -> dict[str, Any]:
-        """Return the arguments by which `next_token_loss` computes the logits."""
-        return {name: value for name, value in vars(self).items() if name != "place"}
+    def terms(self, hidden_RTH: Tensor, **settings: Any) -> Terms:
+        """Return how the loss of these hidden states is computed, with further settings of `Terms`."""
+        rows, length = hidden_RTH.shape[:2]
+        at_once = length if self.chunk_tokens is None else max(1, self.chunk_tokens * self.num_shards // rows)
+        return Terms(at_once, self.loop, self.constrain, **settings)
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ class Masked(Objective):
         """Return loss sum in nats and number of masked tokens of every row."""
         masking = self.masking(rows)
         features_RKH, head_VH = self._features(module, parameters, masking)
-        how = self._chunks(features_RKH)
-        losses_R = chunked_losses(features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **how)
+        terms = self.computing.terms(features_RKH)
+        losses_R = chunked_losses(features_RKH, head_VH, masking.targets_RK, masking.weights_RK, terms)
         return losses_R, masking.weights_RK.sum(1)
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
@@ -124,7 +124,7 @@ class Masked(Objective):
         with torch.no_grad():
             features_RKH, head_VH = self._features(module, parameters, masking)
             sums_R, losses_RK, hits_RK = chunked_scores(
-                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **self._chunks(features_RKH)
+                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, self.computing.terms(features_RKH)
             )
             spread = [
                 torch.roll((masking.picks_RKT * each_RK[..., None]).sum(1), -1, dims=1)
@@ -139,7 +139,7 @@ class Masked(Objective):
         with torch.no_grad():
             features_RKH, head_VH = self._features(module, parameters, masking)
             sums_R, losses_RK, hits_RK = chunked_scores(
-                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, **self._chunks(features_RKH)
+                features_RKH, head_VH, masking.targets_RK, masking.weights_RK, self.computing.terms(features_RKH)
             )
         weights_RK = masking.weights_RK
         return Scores(sums_R, weights_RK.sum(1), losses_RK * weights_RK, hits_RK * weights_RK, weights_RK)
@@ -196,12 +196,6 @@ class Masked(Objective):
             return features_RKH, head_VH
         ones = torch.ones_like(features_RKH[..., :1])
         return torch.cat((features_RKH, ones), -1), torch.cat((head_VH, bias_V[:, None].to(head_VH.dtype)), 1)
-
-    def _chunks(self, features_RKH: Tensor) -> dict[str, Any]:
-        """Return how the head is computed in chunks of the places."""
-        (rows, places), how = features_RKH.shape[:2], self.computing
-        positions = places if how.chunk_tokens is None else max(1, how.chunk_tokens * how.num_shards // rows)
-        return {"chunk_positions": positions, "loop": how.loop, "constrain": how.constrain}
 
     def _words(self, rows: Rows, site: int) -> Tensor:
         return token_words(rows[NOISE], length=rows["ids"].shape[1], site=site)

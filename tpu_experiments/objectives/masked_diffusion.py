@@ -14,7 +14,7 @@ Legend: R rows, T tokens, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -146,8 +146,8 @@ class MaskedDiffusion(Objective):
             losses_RT, _ = self._by_logits(module, parameters, masking, targets_RT=whole["ids"])
             return (losses_RT * masking.weights_RT).sum(1), counts_R
         hidden_RTH, head_VH = hidden_of(module, parameters, masking.rows, causal=False)
-        how = self._chunks(module, hidden_RTH)
-        return chunked_losses(hidden_RTH, head_VH, whole["ids"], masking.weights_RT, **how), counts_R
+        terms = self.computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), left_out=self.mask_id)
+        return chunked_losses(hidden_RTH, head_VH, whole["ids"], masking.weights_RT, terms), counts_R
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return weighted loss in nats and weighted hit of every token, at the position before it.
@@ -246,8 +246,8 @@ class MaskedDiffusion(Objective):
         if not has_plain_head(module):
             return self._by_logits(module, parameters, masking, targets_RT=targets_RT)
         hidden_RTH, head_VH = hidden_of(module, parameters, masking.rows, causal=False)
-        how = self._chunks(module, hidden_RTH)
-        _, losses_RT, hits_RT = chunked_scores(hidden_RTH, head_VH, targets_RT, masking.weights_RT, **how)
+        terms = self.computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), left_out=self.mask_id)
+        _, losses_RT, hits_RT = chunked_scores(hidden_RTH, head_VH, targets_RT, masking.weights_RT, terms)
         return losses_RT, hits_RT
 
     def _by_logits(
@@ -258,18 +258,6 @@ class MaskedDiffusion(Objective):
         own_RT = torch.gather(logits_RTV.detach(), -1, targets_RT[..., None].long())[..., 0]
         hits_RT = (logits_RTV.detach().amax(-1) <= own_RT).to(torch.float32)
         return losses.view(targets_RT.shape), hits_RT
-
-    def _chunks(self, module: nn.Module, hidden_RTH: Tensor) -> dict[str, Any]:
-        """Return how the head is computed in chunks of positions."""
-        (rows, length), how = hidden_RTH.shape[:2], self.computing
-        positions = length if how.chunk_tokens is None else max(1, how.chunk_tokens * how.num_shards // rows)
-        return {
-            "chunk_positions": positions,
-            "loop": how.loop,
-            "constrain": how.constrain,
-            "soft_cap": soft_cap_of(module),
-            "left_out": self.mask_id,
-        }
 
 
 def times(rows: Rows) -> Tensor:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpu_experiments.models.passes.forward import (
@@ -12,9 +14,11 @@ from tpu_experiments.models.passes.forward import (
     soft_cap_of,
     target_weights,
 )
-from tpu_experiments.models.passes.loss import Scores, chunked_row_losses, next_token_scores
+from tpu_experiments.models.passes.loss import Scores, chunked_row_losses, chunked_scores
 from tpu_experiments.objectives.base import Computing, Objective, Rows
-from tpu_experiments.runtime.ops import Constrain, Loop, python_loop, unconstrained
+
+WHOLE = Computing()
+"""All logits at once, on the process's own device."""
 
 
 class NextToken(Objective):
@@ -36,11 +40,11 @@ class NextToken(Objective):
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum in nats and number of learnt tokens of every row."""
-        return next_token_loss(module, parameters, rows, z_loss=self.z_loss, **self.computing.of_head())
+        return next_token_loss(module, parameters, rows, computing=self.computing, z_loss=self.z_loss)
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return loss in nats and hit of every token."""
-        return next_token_scores(module, parameters, rows, **self.computing.of_head())
+        return next_token_scores(module, parameters, rows, computing=self.computing)
 
 
 def count_next_tokens(rows: Rows) -> Tensor:
@@ -53,31 +57,41 @@ def next_token_loss(
     parameters: Mapping[str, Tensor],
     rows: Rows,
     *,
-    chunk_tokens: int | None = None,
-    num_shards: int = 1,
-    loop: Loop = python_loop,
-    constrain: Constrain = unconstrained,
+    computing: Computing = WHOLE,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the next-token cross-entropy sums in nats and the supervised tokens, (R,) each.
 
     Args:
-        chunk_tokens: tokens per device whose logits exist at once. With None, or a head that is more than a matrix
-            product, all logits exist at once.
-        num_shards: devices of this process that the rows are split over.
+        computing: with `chunk_tokens=None`, or a head that is more than a matrix product, all logits exist at once.
         z_loss: factor of log(Z)^2, which is added to the loss of every token.
     """
-    if chunk_tokens is None or not has_plain_head(module):
+    if computing.chunk_tokens is None or not has_plain_head(module):
         return row_losses(logits_of(module, parameters, rows), rows, z_loss=z_loss)
-    hidden_BTH, head_VH = hidden_of(module, parameters, rows)
-    positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
-    return chunked_row_losses(
-        hidden_BTH,
-        head_VH,
-        rows,
-        chunk_positions=positions,
-        loop=loop,
-        constrain=constrain,
-        soft_cap=soft_cap_of(module),
-        z_loss=z_loss,
-    )
+    hidden_RTH, head_VH = hidden_of(module, parameters, rows)
+    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), z_loss=z_loss)
+    return chunked_row_losses(hidden_RTH, head_VH, rows, terms)
+
+
+def next_token_scores(
+    module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, computing: Computing = WHOLE
+) -> Scores:
+    """Return the scores of next tokens, without a gradient; arguments are those of `next_token_loss`."""
+    with torch.no_grad():
+        if computing.chunk_tokens is None or not has_plain_head(module):
+            return _scores_from_logits(logits_of(module, parameters, rows), rows)
+        hidden_RTH, head_VH = hidden_of(module, parameters, rows)
+        targets_RT, weights_RT = target_weights(rows)
+        terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module))
+        sums_R, losses_RT, hits_RT = chunked_scores(hidden_RTH, head_VH, targets_RT, weights_RT, terms)
+        return Scores(sums_R, weights_RT.sum(1), losses_RT, hits_RT)
+
+
+def _scores_from_logits(logits_RTV: Tensor, rows: Rows) -> Scores:
+    targets_RT, weights_RT = target_weights(rows)
+    logits_RTV = logits_RTV.float()
+    losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")
+    losses_RT = losses.view_as(weights_RT)
+    own_RT = torch.gather(logits_RTV, -1, targets_RT[..., None].long())[..., 0]
+    hits_RT = (logits_RTV.amax(-1) <= own_RT).to(torch.float32)
+    return Scores((losses_RT * weights_RT).sum(1), weights_RT.sum(1), losses_RT, hits_RT)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.runtime.base import Batch, Held, Out, Signature, flattened, signature_of
-from tpu_experiments.runtime.ops import Body, Tensors, detached, length_of, python_loop
+from tpu_experiments.runtime.ops import LoopCall, Tensors, detached, python_loop
 
 log = logging.getLogger(__name__)
 MOST_RECORDINGS = 4
@@ -37,21 +37,10 @@ class Graphs:
         self.recording: Recording | None = None
         """The one that is being made."""
 
-    def loop(
-        self,
-        fn: Body,
-        *,
-        carry: Tensors,
-        xs: Tensors,
-        consts: Tensors = (),
-        reverse: bool = False,
-        rows: int | None = None,
-    ) -> tuple[Tensors, Tensors]:
-        """Run a loop (see `Loop.__call__`); in a recording, the outermost one is a graph of its body."""
+    def loop(self, call: LoopCall) -> tuple[Tensors, Tensors]:
+        """Run a loop; in a recording, the outermost one is a graph of its body."""
         recording = self.recording
-        if recording is None or recording.is_in_loop:
-            return python_loop(fn, carry=carry, xs=xs, consts=consts, reverse=reverse, rows=rows)
-        return recording.loop(fn, carry=carry, xs=xs, consts=consts, reverse=reverse)
+        return python_loop(call) if recording is None or recording.is_in_loop else recording.loop(call)
 
 
 class Recording:
@@ -88,17 +77,16 @@ class Recording:
                 action()
             return self._build([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
 
-    def loop(self, fn: Body, *, carry: Tensors, xs: Tensors, consts: Tensors, reverse: bool) -> tuple[Tensors, Tensors]:
+    def loop(self, call: LoopCall) -> tuple[Tensors, Tensors]:
         """Record a loop: what was before it, and its body once."""
-        num = length_of(xs)
         with torch.no_grad():
-            carried = tuple(value.detach().clone() for value in carry)
-            xs = detached(xs)
+            carried = tuple(value.detach().clone() for value in call.carry)
+            xs = detached(call.xs)
             x = tuple(torch.empty_like(tensor[0]) for tensor in xs)
             self._end()
             self._begin()
             self.is_in_loop = True
-            new, ys = fn(carried, x, detached(consts))
+            new, ys = call.body(carried, x, detached(call.consts))
             # One that lies in a carried value is copied before that is written.
             addresses = {value.untyped_storage().data_ptr() for value in carried}
             new, ys = (
@@ -109,10 +97,10 @@ class Recording:
                 old.copy_(value)
             self.is_in_loop = False
             body = self._end()
-            stacks = tuple(torch.empty((num, *y.shape), dtype=y.dtype, device=y.device) for y in ys)
+            stacks = tuple(torch.empty((len(call.order), *y.shape), dtype=y.dtype, device=y.device) for y in ys)
 
         def run() -> None:
-            for index in reversed(range(num)) if reverse else range(num):
+            for index in call.order:
                 for place, tensor in zip(x, xs, strict=True):
                     place.copy_(tensor[index])
                 body.replay()

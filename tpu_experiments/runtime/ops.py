@@ -28,73 +28,62 @@ class PlaceTensor(Protocol):
         """Return the tensor on the device, sharded as the parameter `name`."""
 
 
-class Loop(Protocol):
-    """Runs a body once for every index of the leading dimension of `xs`."""
+@dataclass(frozen=True)
+class LoopCall:
+    """A body, and what it runs over: it is called once for every index of the leading dimension of `xs`.
 
-    def __call__(
-        self,
-        fn: Body,
-        *,
-        carry: Tensors,
-        xs: Tensors,
-        consts: Tensors = (),
-        reverse: bool = False,
-        rows: int | None = None,
-    ) -> tuple[Tensors, Tensors]:
-        """Return the last carry, and every y stacked along a new leading dimension, in the order of `xs`.
+    Raises:
+        ValueError: `xs` is empty or its leading dimensions differ or are 0.
+    """
 
-        Args:
-            fn: the body, called without gradient tracking. It must compute from its arguments alone: a tensor that it
-                closes over is recomputed in every iteration, unless it is data on the device.
-            carry: passed from one iteration to the next.
-            xs: at least one tensor; all have the same leading dimension, which is at least 1.
-            consts: the same in every iteration.
-            reverse: iterate from the last index to the first; the stacked ys keep the order of `xs`.
-            rows: number of rows in the values that the loop works on, if they have any. A y whose first dimension is a
-                multiple of it is sharded over the devices as the rows are.
+    body: Body
+    """Called without gradient tracking. It must compute from its arguments alone: a tensor that it closes over is
+    recomputed in every iteration, unless it is data on the device."""
+    carry: Tensors
+    """Passed from one iteration to the next."""
+    xs: Tensors
+    """At least one tensor; all have the same leading dimension, which is at least 1."""
+    consts: Tensors = ()
+    """The same in every iteration."""
+    reverse: bool = False
+    """Iterate from the last index to the first; the stacked ys keep the order of `xs`."""
+    rows: int | None = None
+    """Number of rows in the values that the loop works on, if they have any. A y whose first dimension is a multiple of
+    it is sharded over the devices as the rows are."""
 
-        Raises:
-            ValueError: `xs` is empty or its leading dimensions differ or are 0.
-        """
+    def __post_init__(self) -> None:
+        lengths = {len(x) for x in self.xs}
+        if len(lengths) != 1 or 0 in lengths:
+            shapes = [tuple(x.shape) for x in self.xs]
+            raise ValueError(f"xs={shapes}; a loop needs tensors of one leading dimension >= 1")
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Return the indices in the order of the iterations."""
+        indices = range(len(self.xs[0]))
+        return indices[::-1] if self.reverse else indices
 
 
-def python_loop(
-    fn: Body,
-    *,
-    carry: Tensors,
-    xs: Tensors,
-    consts: Tensors = (),
-    reverse: bool = False,
-    rows: int | None = None,
-) -> tuple[Tensors, Tensors]:
-    """Run the loop in plain torch, on any device (see `Loop.__call__`)."""
-    num = length_of(xs)
+Loop = Callable[[LoopCall], tuple[Tensors, Tensors]]
+"""Runs a loop; returns the last carry, and every y stacked along a new leading dimension, in the order of `xs`."""
+
+
+def python_loop(call: LoopCall) -> tuple[Tensors, Tensors]:
+    """Run a loop in plain torch, on any device."""
     ys: list[Tensors] = []
     with torch.no_grad():
-        carry, consts = detached(carry), detached(consts)
-        for index in reversed(range(num)) if reverse else range(num):
-            carry, y = fn(carry, tuple(x[index].detach() for x in xs), consts)
+        carry, consts = detached(call.carry), detached(call.consts)
+        for index in call.order:
+            carry, y = call.body(carry, tuple(x[index].detach() for x in call.xs), consts)
             carry = detached(carry)
             ys.append(detached(y))
-        ordered = reversed(ys) if reverse else ys
+        ordered = reversed(ys) if call.reverse else ys
         return carry, tuple(torch.stack(slices) for slices in zip(*ordered, strict=True))
 
 
 def detached(tensors: Tensors) -> Tensors:
     """Return the tensors detached from autograd's graph."""
     return tuple(tensor.detach() for tensor in tensors)
-
-
-def length_of(xs: Tensors) -> int:
-    """Return the number of iterations of a loop over `xs`.
-
-    Raises:
-        ValueError: `xs` is empty or its leading dimensions differ or are 0.
-    """
-    lengths = {len(x) for x in xs}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"xs={[tuple(x.shape) for x in xs]}; a loop needs tensors of one leading dimension >= 1")
-    return lengths.pop()
 
 
 BY_ROWS: Axes = (ROWS,)

@@ -29,7 +29,7 @@ from tpu_experiments.optim.base import State, global_norm
 from tpu_experiments.optim.loss_scale import adapted, scale_of
 from tpu_experiments.optim.updates import DECAY, Updates, with_decay
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.ops import Constrain, Loop, Tensors, python_loop, unconstrained
+from tpu_experiments.runtime.ops import Constrain, Loop, LoopCall, Tensors, python_loop, unconstrained
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack
 
 ACTIVE = "active"
@@ -288,7 +288,7 @@ def summed_gradients(
         grads, sums_R = micro(values, tuple(x[0] for x in xs), others)
         return grads, sums_R[None]
     zeros = tuple(torch.zeros_like(value) for value in values)
-    summed, (row_losses_AR,) = loop(body, carry=zeros, xs=xs, consts=(*others, *values))
+    summed, (row_losses_AR,) = loop(LoopCall(body, carry=zeros, xs=xs, consts=(*others, *values)))
     return list(summed), row_losses_AR
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tpu_experiments.config.task_schema import ChoiceConfig, DenoisingConfig
 from tpu_experiments.models.parts.dropout import GOLDEN, hashed, token_words, uniform
 from tpu_experiments.models.passes.forward import attention_input
-from tpu_experiments.models.passes.generation import candidates, drawn_of
+from tpu_experiments.models.passes.generation import Sampling, candidates, drawn_of
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors
 
 CHOSEN, KEPT = range(2)
 """Sites of the draws of a token: which one it is, and, with random remasking, whether it is kept."""
@@ -69,8 +69,7 @@ class Denoiser:
         *,
         draws: Sequence[int],
         bucket: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the answer so far of every prompt, after each block; the caller stops at will.
 
@@ -78,9 +77,9 @@ class Denoiser:
             prompts: at most `num_rows`, none empty or longer than `bucket`.
             draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
             bucket: T.
-            temperature: must be None, as `top_p`; those of `choice` are constants of the program.
+            sampling: must be None; that of `choice` is constant in the program.
         """
-        assert (temperature, top_p) == (None, None), "task=serve refuses models of masked diffusion"
+        assert sampling is None, "task=serve refuses models of masked diffusion"
         slots, block = bucket + self.num_blocks * self.settings.block, self.settings.block
         if bucket not in self.programs:
             self.programs[bucket] = self.runtime.program(self.fill_block, name=f"denoise {bucket}")
@@ -122,7 +121,7 @@ class Denoiser:
             return (self.next_state(carry[0], xs, pads_B=pads_B, words_B=words_B, first=first),), ()
 
         consts = (batch["pads"], batch["words"], batch["first"])
-        (ids_BS,), _ = self.runtime.loop(body, carry=(batch["ids"],), xs=(number_N, filled_N), consts=consts)
+        (ids_BS,), _ = self.runtime.loop(LoopCall(body, carry=(batch["ids"],), xs=(number_N, filled_N), consts=consts))
         return {**batch, "ids": ids_BS, "first": batch["first"] + block}
 
     def next_state(self, ids_BS: Tensor, xs: Tensors, *, pads_B: Tensor, words_B: Tensor, first: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ candidates."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors
 
 
 class FreshCache:
@@ -196,6 +197,16 @@ SMALLEST = 1e-6
 """Smallest `top_p` of a call: the likeliest token alone, as 0 means in other programs."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one call are sampled with `do_sample`, in the place of the settings'."""
+
+    temperature: float
+    """0 takes the likeliest token."""
+    top_p: float | None = None
+    """None: the setting's."""
+
+
 class Decoder:
     """Generates continuations of batches of prompts.
 
@@ -233,8 +244,7 @@ class Decoder:
         *,
         draws: Sequence[int],
         bucket: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for every prompt, after each read; the caller stops at will.
 
@@ -242,9 +252,7 @@ class Decoder:
             prompts: at most `num_rows`, none empty or longer than `bucket`.
             draws: a number for each prompt; with the seed it determines the sampling, whatever else is in the batch.
             bucket: T.
-            temperature: with `do_sample`, in the place of the setting's; 0 takes the likeliest token. It is an input of
-                the programs, so that another value compiles nothing; either every call has one, or none.
-            top_p: with `temperature`, in the place of the setting's.
+            sampling: an input of the programs: another one compiles nothing. Either every call has one, or none.
         """
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
@@ -254,10 +262,11 @@ class Decoder:
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
         given = None
-        if temperature is not None:
-            given = torch.tensor([temperature or 1.0, self.choice.top_p if top_p is None else max(top_p, SMALLEST)])
-        if temperature == 0:  # the draw 0 takes the first candidate, which is the likeliest
-            uniforms_BN = np.zeros_like(uniforms_BN)
+        if sampling is not None:
+            top_p = self.choice.top_p if sampling.top_p is None else max(sampling.top_p, SMALLEST)
+            given = torch.tensor([sampling.temperature or 1.0, top_p])
+            if sampling.temperature == 0:  # the draw 0 takes the first candidate, which is the likeliest
+                uniforms_BN = np.zeros_like(uniforms_BN)
         with torch.no_grad():
             for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), shape=given):
                 yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
@@ -356,7 +365,7 @@ class Bucket:
 
         carry = tuple(state[name] for name in names)
         consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
-        new, _ = self.decoder.runtime.loop(body, carry=carry, xs=(batch["uniforms"],), consts=consts)
+        new, _ = self.decoder.runtime.loop(LoopCall(body, carry=carry, xs=(batch["uniforms"],), consts=consts))
         return dict(zip(names, new, strict=True))
 
     def next_state(

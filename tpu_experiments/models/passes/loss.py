@@ -16,15 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.passes.forward import (
-    capped,
-    has_plain_head,
-    hidden_of,
-    logits_of,
-    soft_cap_of,
-    target_weights,
-)
-from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, Tensors, apart, python_loop, unconstrained
+from tpu_experiments.models.passes.forward import capped, target_weights
+from tpu_experiments.runtime.ops import BY_ROWS, HEAD, Constrain, Loop, LoopCall, Tensors, apart, unconstrained
 
 NUM_FIRST = 1024
 """Entries of the vocabulary (a tokenizer's first are its commonest) whose logits are computed beforehand, to bound the
@@ -36,75 +29,41 @@ clamped: the loss of such a position is reported as 75 nats or little more."""
 
 @dataclass(frozen=True)
 class Terms:
-    """Settings of a position's loss."""
+    """What a position's loss is, and how many are computed at once."""
 
     chunk_positions: int
     """Upper bound of the positions of every row whose logits exist at once."""
     loop: Loop
-    constrain: Constrain
-    soft_cap: float | None
+    constrain: Constrain = unconstrained
+    soft_cap: float | None = None
     """c in c tanh(logits / c) (Gemma 2, arXiv 2408.00118)."""
-    z_loss: float
+    z_loss: float = 0.0
     """Factor of log(Z)^2, which is added to the loss (PaLM, arXiv 2204.02311, 1e-4)."""
     left_out: int | None = None
     """Token that is never predicted: its logit counts as minus infinity."""
 
 
 def chunked_row_losses(
-    hidden_BTH: Tensor,
-    head_VH: Tensor,
-    batch: Mapping[str, Tensor],
-    *,
-    chunk_positions: int,
-    loop: Loop,
-    constrain: Constrain = unconstrained,
-    soft_cap: float | None = None,
-    z_loss: float = 0.0,
+    hidden_BTH: Tensor, head_VH: Tensor, batch: Mapping[str, Tensor], terms: Terms
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted loss sum (nats) and the weight sum of every row, both (B,) float32.
 
-    The result is that of `row_losses` on the logits. The chunks are equal: T is cut into ceil(T / chunk_positions) and
-    padded with positions of weight 0 to a multiple of that, fewer of them than there are chunks. (A divisor of T would
-    need none and may be 1.)
+    The result is that of `row_losses` on the logits; arguments are those of `chunked_losses`.
+    """
+    targets_BT, weights_BT = target_weights(batch)
+    return chunked_losses(hidden_BTH, head_VH, targets_BT, weights_BT, terms), weights_BT.sum(1)
+
+
+def chunked_losses(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms) -> Tensor:
+    """Return the weighted sum (B,) of the losses of given targets, nats.
+
+    The chunks are equal: T is cut into ceil(T / chunk_positions) and padded with positions of weight 0 to a multiple of
+    that, fewer of them than there are chunks. (A divisor of T would need none and may be 1.)
 
     Args:
         hidden_BTH: input of the head; its data type is that of the products with the vocabulary.
         head_VH: receives its gradient where it requires one, summed over the chunks in float32.
     """
-    targets_BT, weights_BT = target_weights(batch)
-    sums_B = chunked_losses(
-        hidden_BTH,
-        head_VH,
-        targets_BT,
-        weights_BT,
-        chunk_positions=chunk_positions,
-        loop=loop,
-        constrain=constrain,
-        soft_cap=soft_cap,
-        z_loss=z_loss,
-    )
-    return sums_B, weights_BT.sum(1)
-
-
-def chunked_losses(
-    hidden_BTH: Tensor,
-    head_VH: Tensor,
-    targets_BT: Tensor,
-    weights_BT: Tensor,
-    *,
-    chunk_positions: int,
-    loop: Loop,
-    constrain: Constrain = unconstrained,
-    soft_cap: float | None = None,
-    z_loss: float = 0.0,
-    left_out: int | None = None,
-) -> Tensor:
-    """Return the weighted sum (B,) of the losses of given targets, nats; otherwise as `chunked_row_losses`.
-
-    Args:
-        left_out: token that is never predicted.
-    """
-    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss, left_out)
     inputs = (hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         sums_B, _ = _sums(*inputs)
@@ -115,54 +74,15 @@ def chunked_losses(
     return sums_B
 
 
-def chunked_token_scores(
-    hidden_BTH: Tensor,
-    head_VH: Tensor,
-    batch: Mapping[str, Tensor],
-    *,
-    chunk_positions: int,
-    loop: Loop,
-    constrain: Constrain = unconstrained,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sums of `chunked_row_losses`, without a gradient, and the scores of every token.
+def chunked_scores(
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of `chunked_losses`, without a gradient, and the scores of every position.
 
     Returns:
-        Weighted loss sums and weight sums of every row, (B,); then loss in nats and whether no token is likelier, (B,
-        T) float32, at the position before the token, whatever its weight.
+        Weighted loss sums (B,); then loss in nats and whether no token is likelier than the target, (B, T) float32,
+        whatever the weight.
     """
-    targets_BT, weights_BT = target_weights(batch)
-    sums_B, losses_BT, hits_BT = chunked_scores(
-        hidden_BTH,
-        head_VH,
-        targets_BT,
-        weights_BT,
-        chunk_positions=chunk_positions,
-        loop=loop,
-        constrain=constrain,
-        soft_cap=soft_cap,
-    )
-    return sums_B, weights_BT.sum(1), losses_BT, hits_BT
-
-
-def chunked_scores(
-    hidden_BTH: Tensor,
-    head_VH: Tensor,
-    targets_BT: Tensor,
-    weights_BT: Tensor,
-    *,
-    chunk_positions: int,
-    loop: Loop,
-    constrain: Constrain = unconstrained,
-    soft_cap: float | None = None,
-    left_out: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted sums (B,), and loss in nats and hit (B, T) of given targets, as `chunked_token_scores`.
-
-    Args:
-        left_out: token that is never predicted.
-    """
-    terms = Terms(chunk_positions, loop, constrain, soft_cap, z_loss=0.0, left_out=left_out)
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
         chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
@@ -171,7 +91,7 @@ def chunked_scores(
 
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     carry = (torch.zeros_like(weights_BT[:, 0]),)
-    (sums_B,), tokens = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
+    (sums_B,), tokens = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0]))
     losses_BT, hits_BT = (_joined(each_NBC, hidden_BTH.shape[1]) for each_NBC in tokens)
     return sums_B, losses_BT, hits_BT
 
@@ -186,7 +106,8 @@ def _sums(
         return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.log_z_BC,)
 
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
-    (sums_B,), (log_z_NBC,) = terms.loop(body, carry=(torch.zeros_like(weights_BT[:, 0]),), xs=xs, consts=consts)
+    carry = (torch.zeros_like(weights_BT[:, 0]),)
+    (sums_B,), (log_z_NBC,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts))
     return sums_B, _joined(log_z_NBC, hidden_BTH.shape[1])
 
 
@@ -218,7 +139,7 @@ class _FrozenHead(torch.autograd.Function):
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
         carry = (torch.zeros_like(weights_BT[:, 0]),)
         rows = hidden_BTH.shape[0]
-        (sums_B,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        (sums_B,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
         ctx.save_for_backward(terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
         return sums_B
 
@@ -258,7 +179,7 @@ class _TrainedHead(torch.autograd.Function):
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
-        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
         grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
 
@@ -381,7 +302,7 @@ class Scores(NamedTuple):
     """Scores of R rows of T tokens, float32."""
 
     sums_R: Tensor
-    """Weighted loss sums, nats; bit for bit those of `next_token_loss` (training/step.py)."""
+    """Weighted loss sums, nats; bit for bit those of `next_token_loss` (objectives/next_token.py)."""
     weights_R: Tensor
     losses_RT: Tensor
     """-log p of the token after each position, nats, whatever its weight."""
@@ -393,40 +314,3 @@ class Scores(NamedTuple):
 
 TokenScores = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Scores]
 """(module, parameters, rows (R, T)) to their scores."""
-
-
-def next_token_scores(
-    module: nn.Module,
-    parameters: Mapping[str, Tensor],
-    rows: Mapping[str, Tensor],
-    *,
-    chunk_tokens: int | None = None,
-    num_shards: int = 1,
-    loop: Loop = python_loop,
-    constrain: Constrain = unconstrained,
-) -> Scores:
-    """Return the scores of next tokens, without a gradient.
-
-    Arguments are those of `next_token_loss` (training/step.py).
-    """
-    with torch.no_grad():
-        if chunk_tokens is None or not has_plain_head(module):
-            return _scores_from_logits(logits_of(module, parameters, rows), rows)
-        hidden_BTH, head_VH = hidden_of(module, parameters, rows)
-        positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
-        cap = soft_cap_of(module)
-        return Scores(
-            *chunked_token_scores(
-                hidden_BTH, head_VH, rows, chunk_positions=positions, loop=loop, constrain=constrain, soft_cap=cap
-            )
-        )
-
-
-def _scores_from_logits(logits_RTV: Tensor, rows: Mapping[str, Tensor]) -> Scores:
-    targets_RT, weights_RT = target_weights(rows)
-    logits_RTV = logits_RTV.float()
-    losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")
-    losses_RT = losses.view_as(weights_RT)
-    own_RT = torch.gather(logits_RTV, -1, targets_RT[..., None].long())[..., 0]
-    hits_RT = (logits_RTV.amax(-1) <= own_RT).to(torch.float32)
-    return Scores((losses_RT * weights_RT).sum(1), weights_RT.sum(1), losses_RT, hits_RT)

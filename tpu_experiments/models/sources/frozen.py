@@ -31,6 +31,9 @@ from tpu_experiments.runtime.ops import PlaceTensor
 from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
 from tpu_experiments.storage.tensors import require_finite
 
+Held = tuple[Tensor, Tensor]
+"""Codes of a rounded weight and their scales."""
+
 
 def build_frozen(
     source: HuggingFaceModel,
@@ -57,75 +60,125 @@ def build_frozen(
         ConfigError: the tensors are not of this model, are an incomplete set of a whole one, or have values that are
             NaN or infinite.
     """
-    module, shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
-    own = [name for name in shapes_of_base(module) if name not in trained]
-    require_whole(own, trained=trained, lora=lora, origin=origin)
-    source.require_weights({name: shapes[name] for name in own})
-    adapted = adapted_weights(module)
-
-    quantised = set(quantised_shapes(module))
-    grid = grid_of(source.model)
-
-    def divided_lengths(name: str, parts: Mapping[str, Tensor]) -> Named:
-        """Divide an adapted weight's trained lengths by the norms of its rows, which do not change any more."""
-        prefix = name.removesuffix("weight")
-        magnitude = trained[prefix + MAGNITUDE].to(torch.float32)
-        require_finite(magnitude, name=prefix + MAGNITUDE, place=origin)
-        format = format_of(source.model) if name in quantised else None
-        if format is None:
-            weight = parts[name].t() if adapted[name] else parts[name]
-        else:
-            own = {part.removeprefix(prefix): tensor for part, tensor in parts.items()}
-            weight = format.decode(own, dtype=source.dtype)
-        norms = lengths_of_rows(weight, trained[prefix + A], trained[prefix + B], scale=scale_of(lora))
-        return Named(prefix + MAGNITUDE, magnitude / norms)
-
-    def weights() -> Iterator[Named]:
-        for base in source.weights(own):
-            if rounded_to is not None:
-                base = Named(base.name, base.tensor.to(rounded_to).to(source.dtype))
-            if reduced_with_seed is not None and base.name in adapted:
-                is_transposed = adapted[base.name]
-                base = next(adapter_weights(base, lora=lora, seed=reduced_with_seed, is_transposed=is_transposed))
-            if grid is not None and base.name in adapted:
-                require_finite_parts(base.name, trained, place=origin)
-                dtype = rounded_to or source.dtype
-                (codes, scales), _ = folded_weight(base, trained, lora=lora, grid=grid, dtype=dtype)
-                yield Named(base.name, codes)
-                yield Named(base.name.removesuffix("weight") + LEARNT_SCALE, scales)
-                continue
-            parts = list(held_as(base, source.model, quantised=quantised))
-            if lora.dora and base.name in adapted:
-                yield divided_lengths(base.name, {part.name: part.tensor for part in parts})
-            yield from parts
-            del base, parts  # as below
-        for name in trained:
-            if is_magnitude(name) or (grid is not None and is_adapter_part(name)):
-                continue
-            tensor = trained[name].to(source.dtype)
-            require_finite(tensor, name=name, place=origin)
-            yield from held_as(Named(name, tensor), source.model, quantised=quantised)
-            del tensor  # otherwise it stays allocated while the next one is read
-
-    for part in module.modules():
+    model = TrainedModel(source, lora, trained, reduced_with_seed, origin)
+    own = [name for name in shapes_of_base(model.module) if name not in trained]
+    model.require_whole(own)
+    for part in model.module.modules():
         if isinstance(part, DoraLinear):
             part.divide()
         if isinstance(part, RoundedLinear):
             part.fold()
-    placed_weights(module, weights(), place=place, marks={})
-    placed_buffers(module, place=place)
-    return module
+    placed_weights(model.module, _frozen_weights(model, own, rounded_to=rounded_to), place=place, marks={})
+    placed_buffers(model.module, place=place)
+    return model.module
 
 
-def require_finite_parts(base: str, trained: Mapping[str, Tensor], *, place: str) -> None:
-    """Require the adapter of a rounded weight to have no NaN or infinite values.
+class TrainedModel:
+    """A source's weights, and trained tensors beside them or in their place, all on the host."""
 
-    Raises:
-        ConfigError: it has.
-    """
-    for part in (A, B, LEARNT_SCALE):
-        name = base.removesuffix("weight") + part
-        require_finite(trained[name], name=name, place=place)
+    def __init__(
+        self,
+        source: HuggingFaceModel,
+        lora: LoraConfig,
+        trained: Mapping[str, Tensor],
+        reduced_with_seed: int | None,
+        origin: str,
+    ) -> None:
+        """Describe the model; arguments are those of `build_frozen`.
+
+        Raises:
+            ConfigError: the tensors are not of this model.
+        """
+        self.source, self.lora, self.trained = source, lora, trained
+        self.reduced_with_seed, self.origin = reduced_with_seed, origin
+        self.module, self.shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
+        self.adapted, self.quantised = adapted_weights(self.module), set(quantised_shapes(self.module))
+        self.format, self.grid = format_of(source.model), grid_of(source.model)
+
+    def require_whole(self, own: Sequence[str]) -> None:
+        """Require the trained tensors and these weights of the source, `own`, to be the whole model.
+
+        Raises:
+            ConfigError: it is a model without adapters, and some are missing; or the source has other weights.
+        """
+        if self.trained and not self.lora.r and own:
+            raise ConfigError(
+                f"{self.origin}; it lacks {len(own)} of the {len(own) + len(self.trained)} tensors of a whole model, "
+                f"first {own[0]}; its files are not all there: copy it again."
+            )
+        self.source.require_weights({name: self.shapes[name] for name in own})
+
+    def finite(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a trained tensor in a data type.
+
+        Raises:
+            ConfigError: it holds NaN or infinite values.
+        """
+        tensor = self.trained[name].to(dtype)
+        require_finite(tensor, name=name, place=self.origin)
+        return tensor
+
+    def reduced(self, base: Named) -> Named:
+        """Return a weight of the source as training began with it; `lora.init=pissa` takes its adapter from it."""
+        if self.reduced_with_seed is None or base.name not in self.adapted:
+            return base
+        is_transposed = self.adapted[base.name]
+        return next(adapter_weights(base, lora=self.lora, seed=self.reduced_with_seed, is_transposed=is_transposed))
+
+    def on_grid(self, base: Named, *, dtype: torch.dtype) -> tuple[Held, Held] | None:
+        """Return codes and scales of a rounded weight, as trained and as at first; None of one that is not rounded.
+
+        Raises:
+            ConfigError: its adapter holds NaN or infinite values.
+        """
+        if self.grid is None or base.name not in self.adapted:
+            return None
+        for part in (A, B, LEARNT_SCALE):
+            self.finite(base.name.removesuffix("weight") + part)
+        return folded_weight(base, self.trained, lora=self.lora, grid=self.grid, dtype=dtype)
+
+
+def _frozen_weights(model: TrainedModel, own: list[str], *, rounded_to: torch.dtype | None) -> Iterator[Named]:
+    """Yield the weights as the frozen module holds them, one in memory at a time."""
+    source = model.source
+    for base in source.weights(own):
+        if rounded_to is not None:
+            base = Named(base.name, base.tensor.to(rounded_to).to(source.dtype))
+        base = model.reduced(base)
+        yield from _frozen_parts(model, base, dtype=rounded_to or source.dtype)
+        del base  # as below
+    for name in model.trained:
+        if is_magnitude(name) or (model.grid is not None and is_adapter_part(name)):
+            continue
+        tensor = model.finite(name, dtype=source.dtype)
+        yield from held_as(Named(name, tensor), source.model, quantised=model.quantised)
+        del tensor  # otherwise it stays allocated while the next one is read
+
+
+def _frozen_parts(model: TrainedModel, base: Named, *, dtype: torch.dtype) -> Iterator[Named]:
+    """Yield what the frozen module holds of a weight, and with DoRA its divided lengths."""
+    if (found := model.on_grid(base, dtype=dtype)) is not None:
+        (codes, scales), _ = found
+        yield Named(base.name, codes)
+        yield Named(base.name.removesuffix("weight") + LEARNT_SCALE, scales)
+        return
+    parts = list(held_as(base, model.source.model, quantised=model.quantised))
+    if model.lora.dora and base.name in model.adapted:
+        yield _divided_lengths(model, base.name, {part.name: part.tensor for part in parts})
+    yield from parts
+
+
+def _divided_lengths(model: TrainedModel, name: str, parts: Mapping[str, Tensor]) -> Named:
+    """Divide an adapted weight's trained lengths by the norms of its rows, which do not change any more."""
+    prefix, trained = name.removesuffix("weight"), model.trained
+    magnitude = model.finite(prefix + MAGNITUDE)
+    if model.format is None or name not in model.quantised:
+        weight = parts[name].t() if model.adapted[name] else parts[name]
+    else:
+        own = {part.removeprefix(prefix): tensor for part, tensor in parts.items()}
+        weight = model.format.decode(own, dtype=model.source.dtype)
+    norms = lengths_of_rows(weight, trained[prefix + A], trained[prefix + B], scale=scale_of(model.lora))
+    return Named(prefix + MAGNITUDE, magnitude / norms)
 
 
 def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
@@ -145,22 +198,6 @@ def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
                 tensor = place(torch.full(own.shape, value, dtype=own.dtype), name=f"{name}.{leaf}")
                 setattr(part, leaf, nn.Parameter(tensor, requires_grad=False))
     return copied
-
-
-def require_whole(own: Sequence[str], *, trained: Mapping[str, Tensor], lora: LoraConfig, origin: str) -> None:
-    """Require the tensors of a fully trained model to be all of its tensors.
-
-    Args:
-        own: names of the parameters that `trained` lacks.
-
-    Raises:
-        ConfigError: it is a model without adapters, and some are missing.
-    """
-    if trained and not lora.r and own:
-        raise ConfigError(
-            f"{origin}; it lacks {len(own)} of the {len(own) + len(trained)} tensors of a whole model, first {own[0]}; "
-            "its files are not all there: copy it again."
-        )
 
 
 def describe_trained(

@@ -101,6 +101,17 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         return
     with _refused_as_misfit(source):
         moved = differences(module, reference, source=source, is_packed=is_packed)
+    _require_unmoved(moved, source=source)
+    _record(passed)
+
+
+def _require_unmoved(moved: Mapping[str, float], *, source: HuggingFaceModel) -> None:
+    """Require the `differences` of a model to be what its objective needs.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    name, kind = f"model={source.model.name}", source.config.model_type
     if not all(math.isfinite(share) for share in moved.values()):
         raise ConfigError(
             f"{name}; with the masks of training the logits of transformers' {kind} are NaN or infinite; take another "
@@ -133,7 +144,6 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
             f"cannot be computed for masked tokens alone ({moved['head']:.2g} of the largest apart); take another "
             "model."
         )
-    _record(passed)
 
 
 class Unchecked(Exception):

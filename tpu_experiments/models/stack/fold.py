@@ -29,7 +29,7 @@ from tpu_experiments.models.parts.dropout import current_noise, noise
 from tpu_experiments.models.parts.float32_gradients import cast_weights
 from tpu_experiments.models.stack.layer_graph import LayerGraph
 from tpu_experiments.models.stack.scanned import Fill, compute_dtype, gathered, scan_layers
-from tpu_experiments.runtime.ops import BY_ROWS, Folding
+from tpu_experiments.runtime.ops import BY_ROWS, Folding, LoopCall
 
 log = logging.getLogger(__name__)
 NUMBER = "number of the layer"
@@ -338,7 +338,7 @@ class FoldedLayers(nn.Module):
             (p for w in weights for p in w.values()), (name for own in names for name in own), like=hidden
         )
         with with_adapters({}):  # inside a step they are stacks, which layers that compute no gradients do not take
-            (out,), _ = self.folding.loop(body, carry=(hidden,), xs=stacks, consts=constants)
+            (out,), _ = self.folding.loop(LoopCall(body, carry=(hidden,), xs=stacks, consts=constants))
         return out
 
     def _graph(

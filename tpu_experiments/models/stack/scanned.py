@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes
 from tpu_experiments.models.stack.layer_graph import LayerGraph
-from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, Tensors, in_use
+from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Folding, HostMemory, LoopCall, Tensors, in_use
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, is_side_tensor
 
 LAYER_INPUT = 0
@@ -124,11 +124,13 @@ class _Scan:
         count, device = len(weights[0]), weights[0].device
         numbers = [torch.arange(count, dtype=torch.int32, device=device)] if self.is_numbered else []
         (grad, *sums), grads = self.loop(
-            self.backward_body,
-            carry=(grad, *sums),
-            xs=(*weights, *slices, *numbers),
-            consts=(*constants, *stacks),
-            reverse=True,
+            LoopCall(
+                self.backward_body,
+                carry=(grad, *sums),
+                xs=(*weights, *slices, *numbers),
+                consts=(*constants, *stacks),
+                reverse=True,
+            )
         )
         return grad, tuple(sums), grads
 
@@ -205,7 +207,7 @@ class _Layers(torch.autograd.Function):
         # float32 where the stored weights are.
         weights = compute_dtype(kept, scan.names, like=hidden)
         (out,), saved = scan.loop(
-            scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0]
+            LoopCall(scan.forward_body, carry=(hidden,), xs=weights, consts=constants, rows=hidden.shape[0])
         )
         ctx.scan, ctx.num_weights, ctx.num_constants = scan, len(weights), num_constants
         ctx.save_for_backward(*weights, *constants, *saved)

@@ -10,33 +10,25 @@ from torch._higher_order_ops.utils import reenter_make_fx, unique_graph_id
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tpu_experiments.runtime.ops import Body, Tensors, detached, length_of
+from tpu_experiments.runtime.ops import LoopCall, Tensors, detached
 
 REVERSED = "torch_tpu_scan_reverse"
 """TorchTPU's key in `node.meta["custom"]` of a body that runs backwards (torch_tpu 0.2.0, compile/scan.py)."""
 
 
-def traced_loop(
-    fn: Body,
-    *,
-    carry: Tensors,
-    xs: Tensors,
-    consts: Tensors = (),
-    reverse: bool = False,
-    rows: int | None = None,
-) -> tuple[Tensors, Tensors]:
-    """Run the loop (`Loop.__call__`) as one operator of the graph that make_fx is tracing.
+def traced_loop(call: LoopCall) -> tuple[Tensors, Tensors]:
+    """Run a loop as one operator of the graph that make_fx is tracing.
 
     The body may use tensors that it closes over: they are found in its graph and become inputs of the operator, which
     refuses any others.
     """
-    num = length_of(xs)
-    carry, xs, consts = detached(carry), detached(xs), detached(consts)
+    num = len(call.order)
+    carry, xs, consts = detached(call.carry), detached(call.xs), detached(call.consts)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         own, slices = tensors[: len(carry)], tensors[len(carry) : len(carry) + len(xs)]
         with torch.no_grad():
-            new, ys = fn(own, slices, tensors[len(carry) + len(xs) :])
+            new, ys = call.body(own, slices, tensors[len(carry) + len(xs) :])
         # The operator refuses an output that is an input or comes twice.
         return [t.detach().clone() for t in (*new, *ys)]
 
@@ -50,7 +42,7 @@ def traced_loop(
     found = [*made, *stacks]
     if mode is not None and body is not None:
         closed = lift_constants(body)
-        if reverse:
+        if call.reverse:
             for node in body.graph.nodes:
                 node.meta["custom"] = {**node.meta.get("custom", {}), REVERSED: True}
         found = _recorded(mode.tracer, body, list(carry), list(xs), (*consts, *closed), found=found)

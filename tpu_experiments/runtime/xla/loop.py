@@ -18,17 +18,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
-from tpu_experiments.runtime.ops import (
-    Body,
-    Folding,
-    HostMemory,
-    Loop,
-    Tensors,
-    apart,
-    detached,
-    length_of,
-    unconstrained,
-)
+from tpu_experiments.runtime.ops import Folding, HostMemory, Loop, LoopCall, Tensors, apart, detached, unconstrained
 from tpu_experiments.runtime.patches import patched_attribute
 from tpu_experiments.runtime.sharding import ShardingTable
 from tpu_experiments.runtime.xla.in_place import NAMES, XlaInPlace, uninitialised
@@ -90,38 +80,28 @@ def loop_for(device: str, *, mesh: Mesh) -> Loop:
     return functools.partial(xla_loop, unwritten=uninitialised_for(device, mesh=mesh))
 
 
-def xla_loop(
-    fn: Body,
-    *,
-    carry: Tensors,
-    xs: Tensors,
-    consts: Tensors = (),
-    reverse: bool = False,
-    rows: int | None = None,
-    unwritten: Callable[[int], Unwritten] | None = None,
-) -> tuple[Tensors, Tensors]:
-    """Run the loop (`Loop.__call__`) as one While operation.
+def xla_loop(call: LoopCall, *, unwritten: Callable[[int], Unwritten] | None = None) -> tuple[Tensors, Tensors]:
+    """Run a loop as one While operation.
 
     `consts` are part of the carry and returned unchanged; XLA detects that and does not copy them.
 
     Args:
         unwritten: maps the number of rows to an allocator of uninitialised output stacks; None: filled with zeros.
     """
-    length_of(xs)
-    carry_types, x_types, const_types = ([t.dtype for t in tensors] for tensors in (carry, xs, consts))
+    carry_types, x_types, const_types = ([t.dtype for t in each] for each in (call.carry, call.xs, call.consts))
 
     def body(state: tuple[Tensors, Tensors], x: Tensors) -> tuple[tuple[Tensors, Tensors], Tensors]:
         fixed = _typed(state[1], const_types)
-        new, y = fn(_typed(state[0], carry_types), _typed(x, x_types), fixed)
+        new, y = call.body(_typed(state[0], carry_types), _typed(x, x_types), fixed)
         _check_types(new, carry_types)
         return (detached(new), fixed), detached(y)
 
-    stacks = scan_stacks_from(unwritten(rows)) if unwritten and rows else nullcontext()
+    stacks = scan_stacks_from(unwritten(call.rows)) if unwritten and call.rows else nullcontext()
     # A gradient that autograd's device thread still holds at the next sync becomes an output of that program, which
     # then reads the body's placeholders: they have no buffer, and torch_xla 2.9 crashes (3 of 4 processes in 150 s).
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), stacks:
-        state = (detached(carry), detached(consts))
-        (carry, _), ys = _scan_impl_pytree(body, state, detached(xs), reverse=reverse)
+        state = (detached(call.carry), detached(call.consts))
+        (carry, _), ys = _scan_impl_pytree(body, state, detached(call.xs), reverse=call.reverse)
     return carry, ys
 
 

@@ -6,12 +6,13 @@ parameters in the same compiled program.
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
-from tpu_experiments.data.tokens.widths import widths_of
+from tpu_experiments.config.task_schema import EvaluateTaskConfig
+from tpu_experiments.data.tokens.widths import Widths, widths_of
 from tpu_experiments.loggers.runlog import start_run_log, terminal_log
 from tpu_experiments.metrics.bootstrap import Sums
 from tpu_experiments.metrics.goodput import Stopwatch
@@ -35,7 +36,7 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
 from tpu_experiments.tasks.evaluate.inputs import EvaluationInputs, evaluation_inputs
-from tpu_experiments.tasks.evaluate.report import as_text, facts
+from tpu_experiments.tasks.evaluate.report import Results, as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.evaluation import Exchange
@@ -73,56 +74,85 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, inputs:
             max_prompts=max(map(len, inputs.exchanges.values()), default=0),
             ngrams=inputs.ngrams,
         )
-    has_bytes = writes_text(config) or objective_class(config).has_bound
-    widths = widths_of(inputs.tokenizer) if has_bytes else None
-    if widths is None and has_bytes:
-        log.warning(
-            "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
-        )
-    sums: dict[str, dict[str, Sums]] = {}
-    scores: dict[str, dict[str, Sums]] = {}
-    predicted: dict[str, dict[str, LabelPairs]] = {}
-    more: dict[str, dict[str, dict[str, Sums]]] = {}
-    for state in model.states():
-        with watch.measure("score"):
-            sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
-            for held_out in inputs.splits.values() if task.pseudo_perplexity_documents else ():
-                model.mask_in_turn(held_out, num_documents=task.pseudo_perplexity_documents)
-            predicted[state], more[state] = dict(model.labels), model.further
-        with watch.measure("write"):
-            scores[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}
-    how = Resampling(task.resamples, task.confidence, config.seed)
-    found = compared_by_source(sums["base"], sums.get("trained"), resampling=how)
-    answers = {
-        name: compared_answers(scores["base"][name], scores.get("trained", {}).get(name), resampling=how)
-        for name in inputs.exchanges
-    }
-    values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
-    by_value = compared_by_value(sums["base"], sums.get("trained"), values=values, resampling=how)
-    if not objective_class(config).has_perplexity:
-        named = as_bounds if objective_class(config).has_bound else partial(without, measure="perplexity")
-        found = {name: named(each) for name, each in found.items()}
-        by_value = {name: {value: named(each) for value, each in own.items()} for name, own in by_value.items()}
-    labels = {}
-    if config.objective.reads_labels:
-        names = config.objective.known_labels() or ()
-        labels = compared_labels(predicted["base"], predicted.get("trained"), labels=names, resampling=how)
-    further = {
-        name: compared_measures(sums_D, more.get("trained", {}).get(name), measure=FURTHER[name], resampling=how)
-        for name, sums_D in more["base"].items()
-    }
+    measured = measure(model, inputs, task=task, widths=_widths(config, inputs), watch=watch)
+    results = compared(measured, inputs, config=config)
     if runtime.rank == 0:
         in_split = {name: held_out.num_in_split for name, held_out in inputs.splits.items()}
-        fields = facts(
-            subject, found, answers, by_value=by_value, num_in_split=in_split, labels=labels, further=further
-        ) | {
+        fields = facts(subject, results, num_in_split=in_split) | {
             "seq_len": inputs.seq_len,
             "seconds": watch.seconds,
             "num_compiles": runtime.counters().num_compiles,
         }
         paths.make_dirs(paths.folder_of(subject.results))
         paths.write_text_atomic(subject.results, strict_json.dumps(fields, indent=1) + "\n")
-        print(for_terminal(as_text(subject, found, answers, by_value=by_value, labels=labels, further=further)))
+        print(for_terminal(as_text(subject, results)))
+
+
+def _widths(config: Config, inputs: EvaluationInputs) -> Widths | None:
+    """Return the bytes of every token; None where bits per byte are not measured."""
+    if not (writes_text(config) or objective_class(config).has_bound):
+        return None
+    widths = widths_of(inputs.tokenizer)
+    if widths is None:
+        log.warning(
+            "bits per byte is not reported: this tokenizer is neither byte-level nor has SentencePiece's blanks"
+        )
+    return widths
+
+
+@dataclass
+class Measured:
+    """What was measured of the base, and of the trained model if there is one: `base` or `trained` to source to it."""
+
+    sums: dict[str, dict[str, Sums]] = field(default_factory=dict)
+    answers: dict[str, dict[str, Sums]] = field(default_factory=dict)
+    labels: dict[str, dict[str, LabelPairs]] = field(default_factory=dict)
+    further: dict[str, dict[str, dict[str, Sums]]] = field(default_factory=dict)
+    """With the name of a measure in between."""
+
+
+def measure(
+    model: ModelAndBase, inputs: EvaluationInputs, *, task: EvaluateTaskConfig, widths: Widths | None, watch: Stopwatch
+) -> Measured:
+    """Measure the base, and then the trained model."""
+    found = Measured()
+    for state in model.states():
+        with watch.measure("score"):
+            found.sums[state] = {name: model.sums(held_out, widths=widths) for name, held_out in inputs.splits.items()}
+            for held_out in inputs.splits.values() if task.pseudo_perplexity_documents else ():
+                model.mask_in_turn(held_out, num_documents=task.pseudo_perplexity_documents)
+            found.labels[state], found.further[state] = dict(model.labels), model.further
+        with watch.measure("write"):
+            found.answers[state] = {name: written_scores(model, wanted) for name, wanted in inputs.exchanges.items()}
+    return found
+
+
+def compared(measured: Measured, inputs: EvaluationInputs, *, config: Config) -> Results:
+    """Return every figure with its interval, of the base and of the trained model, and their difference."""
+    task = task_of(config)
+    how = Resampling(task.resamples, task.confidence, config.seed)
+    sources = compared_by_source(measured.sums["base"], measured.sums.get("trained"), resampling=how)
+    values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
+    by_value = compared_by_value(measured.sums["base"], measured.sums.get("trained"), values=values, resampling=how)
+    if not objective_class(config).has_perplexity:
+        named = as_bounds if objective_class(config).has_bound else partial(without, measure="perplexity")
+        sources = {name: named(each) for name, each in sources.items()}
+        by_value = {name: {value: named(each) for value, each in own.items()} for name, own in by_value.items()}
+    written = measured.answers.get("trained", {})
+    answers = {
+        name: compared_answers(scores, written.get(name), resampling=how)
+        for name, scores in measured.answers["base"].items()
+    }
+    labels = {}
+    if config.objective.reads_labels:
+        names = config.objective.known_labels() or ()
+        labels = compared_labels(measured.labels["base"], measured.labels.get("trained"), labels=names, resampling=how)
+    more = measured.further.get("trained", {})
+    further = {
+        name: compared_measures(sums_D, more.get(name), measure=FURTHER[name], resampling=how)
+        for name, sums_D in measured.further["base"].items()
+    }
+    return Results(sources, answers, by_value, labels, further)
 
 
 def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:

@@ -1,7 +1,7 @@
 """Format the results of task=evaluate: a table for the terminal and the fields of test_results.json."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
@@ -27,22 +27,24 @@ Further = Mapping[str, Mapping[str, MeasureComparison]]
 """Name of a measure of `FURTHER` to source to what is known of its documents."""
 
 
-def facts(
-    subject: Subject,
-    found: Compared,
-    answers: Answers,
-    *,
-    by_value: ByValue,
-    num_in_split: Mapping[str, int],
-    labels: ComparedLabels,
-    further: Further,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Results:
+    """What is known of the held-out documents, of the base and of the trained model."""
+
+    sources: Compared
+    answers: Answers
+    by_value: ByValue
+    labels: ComparedLabels
+    further: Further
+
+
+def facts(subject: Subject, results: Results, *, num_in_split: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of test_results.json.
 
     `loss`, `perplexity`, ... at the top level are the evaluated model's own, over all sources.
     """
     task = task_of(subject.config)
-    last = list(found.values())[-1]
+    last = list(results.sources.values())[-1]
     values = last.base if last.trained is None else last.trained
     return {
         "split": task.split,
@@ -51,35 +53,34 @@ def facts(
         "model": subject.config.model.name,
         "objective": subject.config.objective.name,
         **{name: values[name].value for name in (*MEASURES, *BOUNDS.values()) if name in values},
-        **_macro_f1(labels),
-        "sources": {name: asdict(comparison) for name, comparison in found.items()},
-        **({"labels": {name: asdict(comparison) for name, comparison in labels.items()}} if labels else {}),
-        **{name: {source: asdict(each) for source, each in own.items()} for name, own in further.items()},
+        **_macro_f1(results.labels),
+        "sources": {name: asdict(comparison) for name, comparison in results.sources.items()},
+        **({"labels": {name: asdict(each) for name, each in results.labels.items()}} if results.labels else {}),
+        **{name: {source: asdict(each) for source, each in own.items()} for name, own in results.further.items()},
         "by": task.by,
         "values": {
             name: {value: asdict(comparison) for value, comparison in values.items()}
-            for name, values in by_value.items()
+            for name, values in results.by_value.items()
         },
         "documents_in_split": dict(num_in_split),
-        "answers": {name: _plain(scores) for name, scores in answers.items()},
+        "answers": {name: _plain(scores) for name, scores in results.answers.items()},
         "resamples": task.resamples,
         "confidence": task.confidence,
         "seed": subject.config.seed,
     }
 
 
-def as_text(
-    subject: Subject, found: Compared, answers: Answers, *, by_value: ByValue, labels: ComparedLabels, further: Further
-) -> str:
+def as_text(subject: Subject, results: Results) -> str:
     """Return the tables and the path of the results."""
-    task = task_of(subject.config)
+    task, found, labels, answers = task_of(subject.config), results.sources, results.labels, results.answers
     base = "base model" if subject.config.model.linear != "lr_qat" else "rounded base model"
     what = {"base": f"the {base} alone", "checkpoint": f"{base} -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'{base} -> {subject.kind}')}"
-    each = {f"{name}, {value}": estimates for name, values in by_value.items() for value, estimates in values.items()}
+    by_value = results.by_value.items()
+    each = {f"{name}, {value}": estimates for name, values in by_value for value, estimates in values.items()}
     by = [table(each, first=f"by {task.by}")] if each else []
     own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]
-    others = [_FURTHER_TABLES[name](values) for name, values in further.items() if values]
+    others = [_FURTHER_TABLES[name](values) for name, values in results.further.items() if values]
     tables = [title, *own, *others, *by, *([answers_table(answers)] if answers else [])]
     words = objective_class(subject.config).words_of_evaluation
     tables += [words] if words else []

@@ -12,7 +12,7 @@ Legend: T tokens of a document, V vocabulary, the tokens of the two models' comm
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -231,43 +231,22 @@ def compare(
         rounds_inputs: whether the library rounds the inputs of products.
     """
     limit = max_ratio or MAX_PERPLEXITY_RATIO[form]
-    found: list[_Sums] = []
-    for number, ids in enumerate(trained.texts.documents):
-        ours = trained.account.log_probs(number)
-        assert ours is not None, "it is of all documents"
-        others = {
-            name: None if account is None else account.log_probs(number)
-            for name, account in (("rounded", rounded), ("base", trained.base))
-        }
-        found.append(_sums(ids, ours, export.log_probs(ids), **others))
+    found = _sums_of_documents(trained, export, rounded=rounded)
     sums_D3 = np.array([(sums.trained, sums.export, sums.tokens) for sums in found], dtype=np.float64)
     of_trained, of_export, tokens = sums_D3.sum(0)
     interval, kept = ratio_interval(sums_D3), _kept(found)
     largest = max(sums.largest for sums in found)
     rounding, beyond = (_rms(found, name) for name in ("rounding", "beyond"))
     greedy = [export.greedy(prompt, num=trained.num) for prompt in trained.texts.prompts]
-    same = sum(_same(one, other) for one, other in zip(trained.written, greedy, strict=True))
     split = [export.ids(line) for line in trained.texts.lines]
     different = [line for line, one, other in zip(trained.texts.lines, trained.ids, split, strict=True) if one != other]
-    reasons = []
-    if not math.isfinite(interval.value) or not _ends(interval)[0] <= limit:
-        reasons.append(f"perplexity {_told(interval, digits=5)} times the trained model's, and {limit} is the most")
-    if is_exact and largest > MAX_LOG_PROB_DIFF and arithmetic == torch.float32:
-        reasons.append(f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most")
-    if rounding is not None and beyond is not None:
-        part = PART_WITH_INPUTS if rounds_inputs else PART_OF_ROUNDING
-        most = max(FLOAT32_RMS, part * rounding)
-        if not beyond <= most:
-            reasons.append(
-                f"it is not the trained model with this form's rounding: log-probabilities are {beyond:.2g} nats from "
-                f"that (root mean square), and {most:.2g} is the most; rounding alone makes {rounding:.2g}"
-            )
-    if kept is not None and not (_ends(kept)[1] >= KEPT[0] and _ends(kept)[0] <= KEPT[1]):
-        reasons.append(
-            f"it holds {_told(kept, digits=2)} times what training changed, and {KEPT[0]} to {KEPT[1]} is allowed"
-        )
-    if different:
-        reasons.append(f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens")
+    reasons = [
+        *_worse_than(interval, limit=limit),
+        *(_not_exact(largest) if is_exact and arithmetic == torch.float32 else ()),
+        *_not_of_form(rounding, beyond, part=PART_WITH_INPUTS if rounds_inputs else PART_OF_ROUNDING),
+        *_not_kept(kept),
+        *([f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens"] if different else ()),
+    ]
     return Parity(
         form=form,
         verdict="worse" if reasons else "ok",
@@ -279,23 +258,65 @@ def compare(
         tokens=int(tokens),
         perplexity=math.exp(of_trained / tokens),
         export_perplexity=math.exp(of_export / tokens),
-        perplexity_ratio=interval.value,
-        perplexity_ratio_low=interval.low,
-        perplexity_ratio_high=interval.high,
+        **_with_ends("perplexity_ratio", interval),
         max_perplexity_ratio=limit,
         mean_kl=sum(sums.kl for sums in found) / float(tokens),
         max_log_prob_diff=largest,
         rounding=rounding,
         beyond_rounding=beyond,
-        kept=None if kept is None else kept.value,
-        kept_low=None if kept is None else kept.low,
-        kept_high=None if kept is None else kept.high,
-        same_greedy=same,
+        **_with_ends("kept", kept),
+        same_greedy=sum(_same(one, other) for one, other in zip(trained.written, greedy, strict=True)),
         greedy=trained.num * len(greedy),
         lines=len(split),
         different_lines=len(different),
         first_different_line=different[0] if different else "",
     )
+
+
+def _sums_of_documents(trained: Reference, export: Reader, *, rounded: Account | None) -> list[_Sums]:
+    """Return the sums of every document, an export read once."""
+    found = []
+    for number, ids in enumerate(trained.texts.documents):
+        ours = trained.account.log_probs(number)
+        assert ours is not None, "it is of all documents"
+        others = {
+            name: None if account is None else account.log_probs(number)
+            for name, account in (("rounded", rounded), ("base", trained.base))
+        }
+        found.append(_sums(ids, ours, export.log_probs(ids), **others))
+    return found
+
+
+def _worse_than(ratio: Estimate, *, limit: float) -> Iterator[str]:
+    if not math.isfinite(ratio.value) or not _ends(ratio)[0] <= limit:
+        yield f"perplexity {_told(ratio, digits=5)} times the trained model's, and {limit} is the most"
+
+
+def _not_exact(largest: float) -> Iterator[str]:
+    if largest > MAX_LOG_PROB_DIFF:
+        yield f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most"
+
+
+def _not_of_form(rounding: float | None, beyond: float | None, *, part: float) -> Iterator[str]:
+    if rounding is None or beyond is None:
+        return
+    most = max(FLOAT32_RMS, part * rounding)
+    if not beyond <= most:
+        yield (
+            f"it is not the trained model with this form's rounding: log-probabilities are {beyond:.2g} nats from "
+            f"that (root mean square), and {most:.2g} is the most; rounding alone makes {rounding:.2g}"
+        )
+
+
+def _not_kept(kept: Estimate | None) -> Iterator[str]:
+    if kept is not None and not (_ends(kept)[1] >= KEPT[0] and _ends(kept)[0] <= KEPT[1]):
+        yield f"it holds {_told(kept, digits=2)} times what training changed, and {KEPT[0]} to {KEPT[1]} is allowed"
+
+
+def _with_ends(name: str, found: Estimate | None) -> dict[str, Any]:
+    """Return the three fields of `Parity` that hold a value and its interval."""
+    value, low, high = (None, None, None) if found is None else (found.value, found.low, found.high)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def _ends(found: Estimate) -> tuple[float, float]:

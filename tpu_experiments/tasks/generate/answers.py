@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.loggers.runlog import held_back
+from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.prompts import Ends, Prompt
 from tpu_experiments.training.evaluation import Told
@@ -92,8 +93,7 @@ class Continuations(Protocol):
         *,
         draws: Sequence[int],
         bucket: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for every prompt; arguments as of Decoder.stream."""
         ...
@@ -168,23 +168,21 @@ class Answers:
         rows: list[tuple[int, Prompt, list[int]]],
         *,
         bucket: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        sampling: Sampling | None = None,
         max_new_tokens: int | None = None,
     ) -> Iterator[list[Answer]]:
         """Yield the answers to a batch while they grow, until all have ended; the caller stops at will.
 
         Args:
             rows: number, prompt and ids of each; the number determines the draws.
-            temperature: as of Decoder.stream; so is `top_p`.
+            sampling: as of Decoder.stream.
             max_new_tokens: fewer than the decoder's.
         """
         started, compiling = time.perf_counter(), self._compiler()[1]
         draws, ids = [number for number, _, _ in rows], [ids for _, _, ids in rows]
         answers: list[Answer] = []
         try:
-            how = {"temperature": temperature, "top_p": top_p}
-            for written in self.decoder.stream(ids, draws=draws, bucket=bucket, **how):
+            for written in self.decoder.stream(ids, draws=draws, bucket=bucket, sampling=sampling):
                 kept = [own[:max_new_tokens] for own in written]
                 answers = [self.reader.answer(row[1], own) for row, own in zip(rows, kept, strict=True)]
                 yield answers
@@ -202,8 +200,7 @@ class Answers:
         prompt: Prompt,
         ids: list[int],
         *,
-        temperature: float,
-        top_p: float | None,
+        sampling: Sampling,
         max_tokens: int,
         draw: int | None = None,
     ) -> Iterator[Answer]:
@@ -216,8 +213,8 @@ class Answers:
             draw = self.num_prompts
             self.num_prompts += 1
         bucket = self.reader.bucket(ids, place=prompt.place)
-        how: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_tokens}
-        for (answer,) in self.grow([(draw, prompt, ids)], bucket=bucket, **how):
+        row = (draw, prompt, ids)
+        for (answer,) in self.grow([row], bucket=bucket, sampling=sampling, max_new_tokens=max_tokens):
             yield answer
 
     def latest_account(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GGUF_TYPES, AnswerTaskConfig, ChoiceConfig
+from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import form_of
 from tpu_experiments.tasks.generate.prompts import Ends
@@ -121,8 +122,7 @@ class LlamaCpp:
         *,
         draws: Sequence[int],
         bucket: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
+        sampling: Sampling | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yield the tokens generated so far for one prompt; arguments as of Decoder.stream.
 
@@ -134,7 +134,7 @@ class LlamaCpp:
         ((ids,), (draw,)) = prompts, draws
         self.buckets.add(bucket)
         request = {"prompt": ids, "n_predict": self.max_new_tokens, "stream": True, "return_tokens": True}
-        request |= {"cache_prompt": False, "seed": (self.seed + draw) % MAX_SEED, **self._choice(temperature, top_p)}
+        request |= {"cache_prompt": False, "seed": (self.seed + draw) % MAX_SEED, **self._choice(sampling)}
         written: list[int] = []
         for piece in self._answered(request):
             written += piece.get("tokens", [])
@@ -142,17 +142,17 @@ class LlamaCpp:
                 written[-1] = min(self.ends.ids)  # llama.cpp knows further tokens that end a turn
             yield [list(written)]
 
-    def _choice(self, temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    def _choice(self, sampling: Sampling | None) -> dict[str, Any]:
         """Return llama.cpp's names for the choice of tokens, its samplers in the order of transformers'."""
         choice = self.choice
-        heat = (choice.temperature if temperature is None else temperature) if choice.do_sample else 0.0
+        given = sampling or Sampling(choice.temperature)
         return {
             "samplers": ["penalties", "temperature", "top_k", "top_p"],
             "repeat_penalty": choice.repetition_penalty,
             "repeat_last_n": self.num_slots,
-            "temperature": heat,
+            "temperature": given.temperature if choice.do_sample else 0.0,
             "top_k": choice.top_k,
-            "top_p": choice.top_p if top_p is None else top_p,
+            "top_p": choice.top_p if given.top_p is None else given.top_p,
         }
 
     def _answered(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

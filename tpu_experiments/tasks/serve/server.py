@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ServeTaskConfig
+from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.pages.page import page
 from tpu_experiments.tasks.generate.conversation import fitted
 from tpu_experiments.tasks.serve.connections import RECEIVING_SECONDS, is_local
@@ -257,10 +258,19 @@ def application(
     nonce = secrets.token_urlsafe(16)
     models = [{"name": name, "text": text} for name, text in texts.items()]
     html = page("chat.html", title=title, models=models, task=task, nonce=nonce)
-    created = int(time.time())
-    listed = {
-        name: {"id": name, "object": "model", "created": created, "owned_by": "tpu_experiments"} for name in texts
-    }
+
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def _page() -> HTMLResponse:
+        return HTMLResponse(html)
+
+    _refuse_in_one_form(app)
+    _list_models(app, texts)
+    _answer_chats(app, writer, task=task, names=list(texts))
+    return Door(app, task=task, port=port, token=token, nonce=nonce)
+
+
+def _refuse_in_one_form(app: FastAPI) -> None:
+    """Have every error answered in OpenAI's form."""
 
     @app.exception_handler(HTTPException)
     async def _refused(request: Request, error: HTTPException) -> Response:
@@ -279,24 +289,32 @@ def application(
     async def _failed(_: Request, error: Exception) -> Response:
         return refused(refusal_of(error))
 
-    @app.api_route("/", methods=["GET", "HEAD"])
-    async def _page() -> HTMLResponse:
-        return HTMLResponse(html)
+
+def _list_models(app: FastAPI, names: Iterable[str]) -> None:
+    """Have requests for the list of models, and for one of them, answered."""
+    created = int(time.time())
+    listed = {
+        name: {"id": name, "object": "model", "created": created, "owned_by": "tpu_experiments"} for name in names
+    }
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def _models() -> dict[str, Any]:
         return {"object": "list", "data": list(listed.values())}
 
-    def require_model(name: str) -> None:
-        if name not in listed:
-            text = f"model={name!r}; there is no such model here; use {' or '.join(listed)}."
-            raise Refusal(HTTPStatus.NOT_FOUND, text, param="model", code="model_not_found")
-
     @app.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
     async def _model(name: str) -> dict[str, Any]:
-        require_model(name)
+        _require_model(name, listed)
         return listed[name]
 
+
+def _require_model(name: str, names: Collection[str]) -> None:
+    if name not in names:
+        text = f"model={name!r}; there is no such model here; use {' or '.join(names)}."
+        raise Refusal(HTTPStatus.NOT_FOUND, text, param="model", code="model_not_found")
+
+
+def _answer_chats(app: FastAPI, writer: Writer, *, task: ServeTaskConfig, names: Sequence[str]) -> None:
+    """Have conversations answered by the writer."""
     locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def visit(request: Request) -> AsyncIterator[list[Job]]:
@@ -310,8 +328,8 @@ def application(
     @app.post("/v1/chat/completions")
     async def _chat(asked: ChatRequest, request: Request, jobs: list[Job] = Depends(visit)) -> Response:  # noqa: B008
         ends_at = asyncio.get_running_loop().time() + task.max_seconds
-        client, name = client_of(request), asked.model or next(iter(listed))
-        require_model(name)
+        client, name = client_of(request), asked.model or names[0]
+        _require_model(name, names)
         lock = locks.setdefault(client, asyncio.Lock())
         try:  # one conversation of a client at a time is tokenized
             async with asyncio.timeout_at(ends_at), lock:
@@ -326,25 +344,27 @@ def application(
             writer.ask(jobs, client=client)
         except Stopped as error:
             raise refusal_of(error) from error
-        answers = pieces_of(pieces, request, num=asked.n, task=task, ends_at=ends_at)
-        replies = Replies(name)
-        first = await anext(answers, None)  # what is refused has its status, so nothing is sent before
-        if first is None:
-            return Response()  # its client has left
-        if asked.stream:
-            wants_usage = asked.stream_options.include_usage
-            events = events_of(first, answers, replies, usage=usage, wants_usage=wants_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        texts, reasons = [""] * asked.n, [""] * asked.n
-        async for index, piece in _chained(first, answers):
-            if isinstance(piece, End):
-                reasons[index] = piece.reason
-                _count(usage, piece)
-            else:
-                texts[index] += piece
-        return JSONResponse(replies.whole(texts, reasons=reasons, usage=usage))
+        return await _replied(asked, pieces_of(pieces, request, num=asked.n, task=task, ends_at=ends_at), name, usage)
 
-    return Door(app, task=task, port=port, token=token, nonce=nonce)
+
+async def _replied(asked: ChatRequest, answers: Pieces, model: str, usage: dict[str, int]) -> Response:
+    """Return the answers, as events while they are written or whole; nothing to a client that has left."""
+    replies = Replies(model)
+    first = await anext(answers, None)  # what is refused has its status, so nothing is sent before
+    if first is None:
+        return Response()
+    if asked.stream:
+        wants_usage = asked.stream_options.include_usage
+        events = events_of(first, answers, replies, usage=usage, wants_usage=wants_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+    texts, reasons = [""] * asked.n, [""] * asked.n
+    async for index, piece in _chained(first, answers):
+        if isinstance(piece, End):
+            reasons[index] = piece.reason
+            _count(usage, piece)
+        else:
+            texts[index] += piece
+    return JSONResponse(replies.whole(texts, reasons=reasons, usage=usage))
 
 
 def client_of(request: Request) -> str:
@@ -375,8 +395,8 @@ def question_of(
         raise Refusal(HTTPStatus.BAD_REQUEST, text, param=field, code="invalid_value")
     reader = writer.models[model].reader
     prompt, ids, num_left_out = fitted(asked.conversation(task), reader=reader, place="the conversation")
-    temperature = task.temperature if asked.temperature is None else asked.temperature
-    question = Question(model, prompt, ids, max_tokens, temperature, asked.top_p, tuple(asked.stop))
+    sampling = Sampling(task.temperature if asked.temperature is None else asked.temperature, asked.top_p)
+    question = Question(model, prompt, ids, max_tokens, sampling, tuple(asked.stop))
     usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
     return question, usage | {"turns_left_out": num_left_out}
 

@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Growth
 from tpu_experiments.tasks.generate.prompts import Prompt
 
@@ -49,8 +49,7 @@ class Question:
     prompt: Prompt
     ids: list[int]
     max_tokens: int
-    temperature: float
-    top_p: float | None
+    sampling: Sampling
     stops: tuple[str, ...]
     """Texts that end the answer, which is without them."""
 
@@ -171,10 +170,11 @@ class Writer:
             return
         asked, answers = job.question, self.models[job.question.model]
         growth = Growth(answers.reader.ends.marker, *asked.stops)
-        how: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "max_tokens": asked.max_tokens}
         answer: Answer | None = None
         text, is_stopped = "", False
-        for answer in answers.grow_one(asked.prompt, asked.ids, draw=job.draw, **how):
+        for answer in answers.grow_one(
+            asked.prompt, asked.ids, draw=job.draw, sampling=asked.sampling, max_tokens=asked.max_tokens
+        ):
             text, is_stopped = before_any(asked.stops, answer.text)
             if is_stopped or job.is_cancelled or self._is_stopped:
                 break
