@@ -316,8 +316,8 @@ DEFECTS = (
     Defect(
         "rows: a turn for each call stays a turn",
         "tpu_experiments/data/reading/turns.py",
-        "        if is_part and before is not None",
-        "        if False and is_part and before is not None",
+        "if is_part and before is not None",
+        "if False and is_part and before is not None",
         _READERS,
     ),
     Defect(

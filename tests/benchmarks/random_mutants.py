@@ -7,9 +7,9 @@
 A mutant is one change of one expression or statement: a comparison moved or turned round, + for -, a number off by
 one, a condition negated, `and` for `or`, a statement left out, an argument dropped, None returned. Subjects take turns;
 in each, every place is as likely as another. Texts of errors and of the log are left out. The test files that execute
-the changed statement run in a copy under OUTPUT, the quickest first, until one fails; those that start commands as
-processes, whose lines the map does not see, come last. What has run is kept in OUTPUT/mutants.jsonl, and is not run
-again.
+the changed statement run in a copy under OUTPUT, the quickest first, until one fails; then those outside the map that
+import its module, and last those that start commands as processes, whose lines the map does not see. What has run is
+kept in OUTPUT/mutants.jsonl, and is not run again.
 """
 
 import ast
@@ -190,18 +190,28 @@ def records(output: Path) -> list[dict[str, object]]:
 
 
 def tests_of(mutant: Mutant, known: list[dict], *, tree: Path) -> list[str]:  # type: ignore[type-arg]
-    """Return the test files that execute the changed statement, then those that start commands of the subject."""
+    """Return the test files that execute the changed statement, then those that the map cannot know.
+
+    Of the latter, first the files outside the map that import the changed module, then those that start commands.
+    """
     lines = set(range(mutant.line, mutant.end_line + 1))
     of_file = [record for record in known if mutant.file in record["lines"]]
     # Lines of a module's or a class's body run at the import, before any test.
     hits = [each["test"] for each in of_file if lines.intersection(each["lines"][mutant.file])]
     hits = hits or [each["test"] for each in of_file]
+    mapped, module = {record["test"] for record in known}, mutant.file.removesuffix(".py").replace("/", ".")
+    others = [path for path in sorted((tree / "tests").rglob("test_*.py")) if _name(path, tree) not in mapped]
+    unmapped = [path for path in others if f"from {module} import" in path.read_text()]
     folder = mutant.file.split("/")[1]
     starting = [
         path for path in sorted((tree / "tests" / folder).rglob("test_*.py")) if "training.runs" in path.read_text()
     ]
     starting += sorted((tree / "tests/training").glob("test_resume*.py"))
-    return list(dict.fromkeys([*hits, *(path.relative_to(tree).as_posix() for path in starting)]))
+    return list(dict.fromkeys([*hits, *(_name(path, tree) for path in [*unmapped, *starting])]))
+
+
+def _name(path: Path, tree: Path) -> str:
+    return path.relative_to(tree).as_posix()
 
 
 def finder(mutant: Mutant, tests: list[str], *, tree: Path, failing: set[str]) -> str | None:

@@ -9,6 +9,7 @@ from tests.tasks.verdicts import TPU, verdict_of
 from tpu_experiments.config.task_schema import CHECKS as NAMES
 from tpu_experiments.config.task_schema import DoctorTaskConfig
 from tpu_experiments.planning.check import Finding as MemoryFinding
+from tpu_experiments.planning.stored_plans import sizes_of
 from tpu_experiments.runtime.processes import chips
 from tpu_experiments.tasks import doctor
 from tpu_experiments.tasks.doctor import devices, examination, places, sources
@@ -197,6 +198,22 @@ def test_output_dir(make_config, storage, expected, words):
     verdict, said = verdict_of(places.judge_output_dir(storage, make_config()))
     assert verdict == expected
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "bytes_of_a_parameter"),
+    [
+        (("optim=adamw",), 12.0),
+        (("optim=adamw", "optim.ema=0.9"), 16.0),
+        (("optim=adamw8bit",), 6.0),
+        (("optim=adafactor",), 4.0),
+    ],
+)
+def test_the_disk_is_asked_for_what_the_optimizer_stores(make_config, words, bytes_of_a_parameter):
+    """Qwen 2.5 0.5B with all its weights, in two checkpoints and a third that is being written."""
+    config = make_config("model=qwen05b", "lora=none", "checkpoint.keep_last=2", *words)
+    found = places.checkpoint_bytes(config, sizes_of(config.model)) / 3 / 494_032_768
+    assert found == pytest.approx(bytes_of_a_parameter, rel=0.01)
 
 
 def test_disk_and_compile_cache(make_config):

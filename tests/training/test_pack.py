@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.config.composing import composed
 from tests.models.test_lora_peft import peft_loss, peft_name
 from tests.training.tiny import ARCHITECTURES, built, plain_config, plain_updates, random_batch
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.adapters.lora import scale_of
 from tpu_experiments.models.adapters.packed import Chosen, by_adapter, joined_rows, rows_of_each, split_over
 from tpu_experiments.models.parts.dropout import NOISE, threshold_of
@@ -16,8 +18,11 @@ from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import model_source
 from tpu_experiments.objectives.next_token import count_next_tokens, next_token_loss
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.training.pack import PackedStep, require_packable
+from tpu_experiments.tasks.setup import make_inputs
+from tpu_experiments.training.pack import Pack, PackedStep, require_packable
+from tpu_experiments.training.row_lengths import measure_rows
 from tpu_experiments.training.step import ACTIVE, TrainStep
+from tpu_experiments.training.trainer import Trainer
 
 POINTS = [
     (4, 8, 0.05, 1e-3, 1, None),
@@ -248,6 +253,36 @@ def test_a_chosen_adapter_is_that_of_its_number():
 def test_the_models_of_the_recipes_can_be_packed(tiny, model):
     config, runtime = tiny(model)
     require_packable(built(config, runtime))
+
+
+class NotingRuntime(EagerRuntime):
+    """Notes the names of what is uploaded, in turn."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.placed = []
+
+    def place(self, tensor, *, name):
+        self.placed.append(name)
+        return super().place(tensor, name=name)
+
+
+def test_a_resumed_run_uploads_its_adapters_in_the_order_of_the_first_upload(tmp_path):
+    """The files of the base have them in another order than its module: k before q, down before gate."""
+    words = ("model=tiny", "model.size=full", "data=[sample_text]", "debug=smoke", "hw.runtime=eager")
+    config = measure_rows(composed(*words, f"output_dir={tmp_path}"), is_lookup=False)
+    runtime = NotingRuntime(config.hw)
+    pack = Pack(runtime, ["a", "b"], loras=[config.lora] * 2)
+    inputs = make_inputs(config)
+    for seat in pack.seats:
+        trainer = Trainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())
+        trainer.seat = seat
+        before = len(runtime.placed)
+        trainer.build()
+        adapters = [name for name in runtime.placed[before:] if name in trainer.parameters]
+        assert list(trainer.model.order) == adapters == list(trainer.parameters)
+    assert set(pack.base.order) == set(adapters)
+    assert list(pack.base.order) != adapters, "the base's files differ in their order, or this test proves nothing"
 
 
 def test_a_model_with_dropout_of_its_own_is_refused(tiny):

@@ -137,20 +137,9 @@ class Decoder:
         named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
         return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
 
-    def adapter_parameters(
-        self, *, rank: int, targets: Iterable[str], dora: bool = False, group: int | None = None
-    ) -> int:
-        """Count the elements of all A (rank, in) and B (out, rank), and of DoRA's lengths (out,).
-
-        Args:
-            group: weights that share a trained scale (`model.linear=lr_qat`), 0 for a row; None where there are none.
-        """
-        scales = self.learnt_scales(targets, group=group) if group is not None else 0
-        return scales + sum(rank * (wide + high) + (high if dora else 0) for wide, high in self.adapted(targets))
-
-    def learnt_scales(self, targets: Iterable[str], *, group: int) -> int:
-        """Count the trained scales of rounded weights; a group of 0 is a whole row."""
-        return sum(high * (wide // (group or wide)) for wide, high in self.adapted(targets))
+    def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
+        """Count the elements of all A (rank, in) and B (out, rank)."""
+        return sum(rank * (wide + high) for wide, high in self.adapted(targets))
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):

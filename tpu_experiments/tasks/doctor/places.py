@@ -2,23 +2,25 @@
 
 Check whether the weights of a run are on this machine."""
 
-import dataclasses
 import os
 import shutil
 import tempfile
 import time
 import uuid
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import TaskConfig
 from tpu_experiments.metrics.flops import read_decoder
+from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.stored_plans import sizes_of
+from tpu_experiments.planning.work import GIB, analytic_memory
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import lease, paths, strict_json
 from tpu_experiments.storage.paths import find_local
@@ -75,8 +77,6 @@ def is_whole(folder: Path) -> bool:
 Append = Literal["adds", "overwrites", "is refused"]
 SLOW_SECONDS = 2.0
 """A checkpoint takes a dozen requests: above this for one, saving exceeds a spot VM's 30 s of notice."""
-ADAM_BYTES = 3 * 4
-"""Checkpoint bytes per trained parameter: value and two moments in float32."""
 SPARE_BYTES = 2 * 10**9
 """Room for logs, prepared rows and TensorBoard files of a small run."""
 
@@ -190,17 +190,14 @@ def inspect_disk(config: Config) -> tuple[Space, ...]:
 
 
 def checkpoint_bytes(config: Config, arch: object) -> int:
-    """Return the bytes of all checkpoints kept at once, including the one being written."""
+    """Return the bytes of all checkpoints kept at once, with the one being written: parameters, averages, state."""
     if not arch:
         return 0
-    decoder = read_decoder(arch)
-    targets = config.lora.targets
-    trained = decoder.parameters
-    if config.lora.r:
-        group = config.model.linear_group if config.model.linear == "lr_qat" else None
-        trained = decoder.adapter_parameters(rank=config.lora.r, targets=targets, dora=config.lora.dora, group=group)
+    one_row = Geometry(global_rows=1, micro_rows=1, accumulation=1, num_shards=1, seq_len=1)
+    whole = replace(step_settings(config, one_row), sharding="replicated")
+    state = analytic_memory(arch, step=whole)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    return trained * ADAM_BYTES * kept
+    return round((state.adapters + state.optimizer) * GIB * kept)
 
 
 def judge_disk(spaces: tuple[Space, ...], config: Config) -> Finding:
@@ -264,7 +261,7 @@ class RunState:
 
 def as_training(config: Config) -> Config:
     """Return the same config with task=train."""
-    return dataclasses.replace(config, task=TaskConfig(name="train"))
+    return replace(config, task=TaskConfig(name="train"))
 
 
 def inspect_run(config: Config) -> RunState:
