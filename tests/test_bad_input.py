@@ -9,6 +9,7 @@ import pytest
 from tests.checkpoint.saved import save_checkpoint
 from tests.config.composing import composed
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.run_folder import open_run
 from tpu_experiments.tasks.setup import check_data, make_inputs
@@ -147,7 +148,7 @@ def test_other_data_than_the_checkpoint_was_trained_on_is_refused(tmp_path: Path
     config = composed(*overrides)
     folder = open_run(config)
     folder.create(config)
-    inputs = make_inputs(config)
+    inputs = make_inputs(config, resolve_stages(config))
     records = [StageRecord(inputs.stages[0].name, steps=7)]
     progress = Progress(stage_step=7, step=7, stages=records, data=inputs.audit_hashes).to_dict()
     save_checkpoint(folder.path("checkpoints"), step=7, groups={}, progress=progress, keep_last=1)

@@ -49,7 +49,7 @@ def rows() -> Iterator[list[str]]:
 
 def on_machine(config) -> str:
     """Rows of a step, those of a chip at once, and the memory that formulas give the step."""
-    stage, memory = largest_stage(config, config.model.arch)
+    stage, memory = largest_stage(config, config.model.arch, resolve_stages(config))
     rows, limit = stage.geometry, chip_limit_gib(config.hw)
     fits = f"{memory.total:.1f} GiB" if memory.total <= limit else f"**{memory.total:.1f} of {limit:g} GiB**"
     return f"{rows.global_rows} by {rows.micro_rows}, {fits}"

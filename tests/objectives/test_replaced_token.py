@@ -385,8 +385,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_together_is_refused(make_config, case):
     overrides, words = REFUSED[case]
+    config = make_config(*overrides)
     with pytest.raises(ConfigError, match=words):
-        check_model(make_config(*overrides))
+        check_model(config, resolve_stages(config))
 
 
 def test_a_checkpoint_has_no_generator(make_config):

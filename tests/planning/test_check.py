@@ -14,6 +14,7 @@ from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
 from tests.planning.examples import plan_that_does_not_fit
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
@@ -38,7 +39,8 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def store(folder: Path, config: Config, *, name: str = "known", **changes: Any) -> Path:
     """A compiled plan that does not fit, as task=plan would write it for this config."""
-    plan = replace(plan_that_does_not_fit(), programs_key=programs_key(config, config.model.arch))
+    key = programs_key(config, config.model.arch, resolve_stages(config))
+    plan = replace(plan_that_does_not_fit(), programs_key=key)
     file = folder / "plans" / name / "plan.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({**plan_json(plan), **changes}))
@@ -48,7 +50,7 @@ def store(folder: Path, config: Config, *, name: str = "known", **changes: Any) 
 @cache
 def key_of(*overrides: str) -> str:
     config = composed(*overrides)
-    return programs_key(config, config.model.arch)
+    return programs_key(config, config.model.arch, resolve_stages(config))
 
 
 @pytest.mark.parametrize("rows", [MISTRAL, pytest.param(OPEN, marks=pytest.mark.slow)])
@@ -180,9 +182,10 @@ def test_plans_of_sweeps_are_found_from_anywhere(tmp_path: Path, made: str, seen
 @pytest.mark.parametrize("model", ["mistral7b", "gemma3_270m", "qwen05b", "tiny"])
 def test_the_sizes_are_those_that_transformers_finds(model: str) -> None:
     config = composed(f"model={model}", "hw=v5e8")
-    sizes = sizes_of(config.model)
+    sizes, stages = sizes_of(config.model), resolve_stages(config)
     assert sizes is not None
-    assert programs_key(config, sizes) == programs_key(config, ShapesOfModel(config.model, seed=0).config)
+    found = ShapesOfModel(config.model, seed=0).config
+    assert programs_key(config, sizes, stages) == programs_key(config, found, stages)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def store(config: Config, *, missing: str = "", **changes: Any) -> Path:
         program["compile_seconds"] = None if program["name"] == missing else program["compile_seconds"]
     fields = {"method": "compiled", "fits": True, "programs": programs, "compile_seconds": 40.0}
     fields |= {"hbm_gib_per_chip": {"arguments": 2.0, "total": 9.0}}
-    fields |= {"programs_key": programs_key(config, config.model.arch)}
+    fields |= {"programs_key": programs_key(config, config.model.arch, resolve_stages(config))}
     file = Path(config.output_dir) / "plans" / "p" / "plan.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(fields | changes))
@@ -47,7 +47,7 @@ def store(config: Config, *, missing: str = "", **changes: Any) -> Path:
 def test_a_compiled_plan_tells_the_time_of_every_stage(tmp_path: Path, parallel: str) -> None:
     config = composed(*TWO_SHAPES, f"hw.parallel={parallel}", f"output_dir={tmp_path}")
     file = store(config)
-    assert asdict(estimates_of(config)) == {
+    assert asdict(estimates_of(config, resolve_stages(config))) == {
         "source": "compiled",
         "file": str(file),
         "step_seconds": {"text": 0.5, "chat": 0.25},
@@ -62,20 +62,20 @@ def test_a_compiled_plan_tells_the_time_of_every_stage(tmp_path: Path, parallel:
 def test_a_plan_of_the_training_alone_promises_no_compile_seconds(tmp_path: Path) -> None:
     config = composed(*TWO_SHAPES, f"output_dir={tmp_path}")
     store(config, missing="eval", fits=False)
-    found = estimates_of(config)
+    found = estimates_of(config, resolve_stages(config))
     assert (found.compile_seconds, found.compile_reason) == (None, NOT_ALL)
     assert found.reason == "by the plan the run does not fit"
 
 
 def test_without_a_compiled_plan_the_formulas_promise(tmp_path: Path) -> None:
     config = composed(*TWO_SHAPES, f"output_dir={tmp_path}")
-    found = estimates_of(config)
+    found = estimates_of(config, resolve_stages(config))
     assert (found.source, found.file, found.compile_seconds) == ("analytic", None, None)
     text, chat = (estimated_time(config, config.model.arch, geometry=s.geometry) for s in resolve_stages(config))
     assert found.step_seconds == {"text": text.total_s, "chat": chat.total_s}
     assert found.hbm_gib is not None
     assert 0 < found.hbm_gib < 0.1
-    assert estimates_of(composed("hw=cpu")) == PlanEstimates(reason="hw=cpu names no chip and topology to plan for")
+    assert estimates_of(composed("hw=cpu"), []) == PlanEstimates(reason="hw=cpu names no chip and topology to plan for")
 
 
 def test_a_mean_step_is_held_against_the_steps_that_were_done() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests import pretended
 from tests.config.composing import CONF, composed
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS, HwConfig, flags_of
 from tpu_experiments.config.mesh import Mesh
@@ -114,13 +115,13 @@ def test_the_log_of_a_run_says_which_flags_it_has(
 def test_a_run_knows_the_plan_of_its_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's key is that of a run before and after it has set the variable; other flags are another plan's."""
     config = composed("hw=v5e8")
-    key = programs_key(config, config.model.arch)
+    key = programs_key(config, config.model.arch, resolve_stages(config))
     monkeypatch.setenv(LIBTPU_INIT_ARGS, variables(config.hw)[LIBTPU_INIT_ARGS])
     exported_flags.cache_clear()  # as in a process that the run starts
-    assert programs_key(config, config.model.arch) == key
+    assert programs_key(config, config.model.arch, resolve_stages(config)) == key
     monkeypatch.setenv(LIBTPU_INIT_ARGS, "--xla_enable_async_all_gather=false")
     exported_flags.cache_clear()
-    assert programs_key(config, config.model.arch) != key
+    assert programs_key(config, config.model.arch, resolve_stages(config)) != key
 
 
 ADDED = """

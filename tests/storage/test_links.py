@@ -10,6 +10,7 @@ from tests.config.composing import composed
 from tpu_experiments.checkpoint.manifest import COMMIT, steps_in
 from tpu_experiments.checkpoint.retention import Keep, Retention, remove
 from tpu_experiments.checkpoint.store import begin, latest_step, remove_after
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import open_run
@@ -87,8 +88,9 @@ def test_an_output_folder_may_be_a_link(tmp_path: Path) -> None:
 def test_a_link_among_prepared_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / "sample_text-rows").symlink_to(tmp_path)
+    config = composed(f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"prepare\.folder=.*sample_text-rows is a symbolic link"):
-        make_inputs(composed(f"output_dir={tmp_path}"))
+        make_inputs(config, resolve_stages(config))
 
 
 def test_a_link_that_waits_for_delivery_is_not_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

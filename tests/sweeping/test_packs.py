@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import composed, refusal
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.task_schema import PlanTaskConfig
@@ -95,7 +96,7 @@ def test_auto_believes_a_compiled_plan_of_the_pack(tmp_path: Path) -> None:
     widest = found[-1].config
     arch = sizes_of(widest.model)
     for size, gib in ((7, 30.0), (8, 33.0)):
-        key = programs_key(replace(widest, task=PlanTaskConfig("plan", pack=size)), arch)
+        key = programs_key(replace(widest, task=PlanTaskConfig("plan", pack=size)), arch, resolve_stages(widest))
         file = tmp_path / "plans" / f"pack_{size}" / "plan.json"
         file.parent.mkdir(parents=True)
         fields = {"method": "compiled", "programs_key": key, "hbm_gib_per_chip": {"total": gib}}
@@ -125,7 +126,7 @@ def test_auto_takes_what_ends_first_by_compiled_plans(
         program = {"name": "train", "stages": ["main"], "estimated_seconds": step, "compile_seconds": compiling}
         fields = {
             "method": "compiled",
-            "programs_key": programs_key(planned, arch),
+            "programs_key": programs_key(planned, arch, resolve_stages(planned)),
             "hbm_gib_per_chip": {"total": 3.0},
             "fits": True,
             "programs": [program, {"name": "eval", "compile_seconds": 1000.0}],

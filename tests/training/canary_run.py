@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.tasks.setup import make_inputs
@@ -41,7 +42,8 @@ def main(*overrides: str) -> None:
         from tpu_experiments.training.trainer import Trainer
 
         runtime = XlaRuntime(config.hw, sharding=config.sharding)
-        parts = Trainer(config, runtime, inputs=make_inputs(config), outputs=None, watch=Stopwatch())  # type: ignore[arg-type]
+        inputs = make_inputs(config, resolve_stages(config))
+        parts = Trainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())  # type: ignore[arg-type]
         parts.build()
         batch, rows = canary_rows(parts)
         before = {name: tensor.cpu().clone() for name, tensor in parts.parameters.items()}

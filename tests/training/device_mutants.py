@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models import replaced_token
 from tpu_experiments.models.parts import rope
@@ -153,7 +154,8 @@ def main(kernel: str, *overrides: str) -> None:
         runtime = XlaRuntime(config.hw, sharding=config.sharding)
         right = XlaAttention(mesh=Mesh(), target="interpreted") if kernel == "kernel" else None
         install_attention_kernel(right)
-        parts = Trainer(config, runtime, inputs=make_inputs(config), outputs=None, watch=Stopwatch())  # type: ignore[arg-type]
+        inputs = make_inputs(config, resolve_stages(config))
+        parts = Trainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())  # type: ignore[arg-type]
         parts.build()
         rows = probe_rows(parts)
         expected, predicted, rounded = losses_on_host(HostModel(parts), rows)

@@ -16,6 +16,7 @@ from tests.config.composing import composed
 from tests.tiers import only
 from tests.training.runs import SAME_SUMS, records, run
 from tpu_experiments.checkpoint.state import to_host
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.tasks.setup import make_inputs
@@ -109,7 +110,7 @@ def built(tmp_path: Any, *overrides: str) -> Trainer:
     """A trainer in plain torch as it is before its first step."""
     config = composed(*overrides, "trainer.canary.when=always", f"output_dir={tmp_path}")
     config = measure_rows(config, is_lookup=False)
-    parts: Any = {"inputs": make_inputs(config), "outputs": None, "watch": Stopwatch()}
+    parts: Any = {"inputs": make_inputs(config, resolve_stages(config)), "outputs": None, "watch": Stopwatch()}
     trainer = Trainer(config, EagerRuntime(config.hw), **parts)
     trainer.build()
     return trainer

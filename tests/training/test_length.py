@@ -8,6 +8,7 @@ import torch
 from tests.checkpoint.saved import save_checkpoint
 from tests.training.runs import finished, records, run
 from tpu_experiments.checkpoint.progress import Progress, StageRecord
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, is_of_other_length
 from tpu_experiments.storage.run_folder import open_run
@@ -111,7 +112,7 @@ def test_a_run_that_did_not_end_with_its_last_step_is_refused(make_config, tmp_p
     save_checkpoint(folder.path("checkpoints"), step=5, groups=groups, progress=progress, keep_last=9)
     config = make_config(*words, LONGER)
     with pytest.raises(ConfigError) as caught:
-        new_length(folder, make_inputs(config), config)
+        new_length(folder, make_inputs(config, resolve_stages(config)), config)
     assert f"(stage chat did not end with its last step: {reason})" in str(caught.value)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.config.composing import composed
 from tests.training.runs import REPOSITORY
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.schema import Config
 from tpu_experiments.tasks.resume_check import children as lives_of
 from tpu_experiments.tasks.resume_check import plan_kills, shortened
@@ -49,7 +50,7 @@ class Bench:
 
     def differences(self, trainer: str, *, place: Path) -> dict[str, str]:
         """What differs, by the name of the check, where a mutant is killed behind its background save and resumed."""
-        children, kill = self.children(place, trainer=trainer), plan_kills(self.config)[0]
+        children, kill = self.children(place, trainer=trainer), plan_kills(self.config, resolve_stages(self.config))[0]
         (place / WHOLE).symlink_to(self.place / WHOLE)
         lives = [children.run_process(KILLED, kill=kill), children.run_process(KILLED)]
         assert lives[0].was_in_background
@@ -72,7 +73,7 @@ def bench(tmp_path_factory) -> Iterator[Bench]:
 
 
 def test_the_first_kill_resumes_from_a_background_save_inside_a_log_window(bench):
-    kill = plan_kills(bench.config)[0]
+    kill = plan_kills(bench.config, resolve_stages(bench.config))[0]
     assert kill.is_second_save
     assert kill.checkpoint % lives_of.LOG_EVERY_STEPS != 0
 

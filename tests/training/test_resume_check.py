@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.training.runs import run
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks.resume_check import MIN_STEPS, clear_place, kills_inside, plan_kills, shortened
 from tpu_experiments.tasks.resume_check import run as check
@@ -107,13 +108,15 @@ def test_one_bit_of_a_tensor_is_found(tmp_path):
 def test_stages_are_cut_and_too_short_ones_refused(make_config, tmp_path):
     common = (*SMALL, "task=resume_check", f"output_dir={tmp_path}")
     config = shortened(make_config(*common, "task.steps=8", "trainer.max_stage_steps=null"))
-    assert [(kill.checkpoint, kill.after) for kill in plan_kills(config)] == [(4, 5), (5, 6), (8, 9), (10, 11)]
+    kills = plan_kills(config, resolve_stages(config))
+    assert [(kill.checkpoint, kill.after) for kill in kills] == [(4, 5), (5, 6), (8, 9), (10, 11)]
     one_stage = (*common, "curriculum=single", "curriculum.stages.main.steps=5")
-    kills = plan_kills(shortened(make_config(*one_stage)))
+    config = shortened(make_config(*one_stage))
+    kills = plan_kills(config, resolve_stages(config))
     assert [(kill.checkpoint, kill.after) for kill in kills] == [(2, 3), (3, 4)]
     short = shortened(make_config(*common, "curriculum.stages.text.steps=3"))
     with pytest.raises(ConfigError, match=r"stage text has 3 steps .* takes 4; give it more") as error:
-        plan_kills(short)
+        plan_kills(short, resolve_stages(short))
     assert "\n" not in str(error.value)
 
 

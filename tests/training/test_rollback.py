@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.config.composing import composed
 from tests.training.runs import records, run
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.tasks.setup import make_inputs
 from tpu_experiments.training.batches import stage_rows
 
@@ -66,7 +67,7 @@ def trouble(tmp_path_factory):
     (folder / "my_trainer.py").write_text(TRAINER)
     common = (*COMMON, f"prepare.folder={folder / 'data'}")
     config = composed(*COMMON[:-4], f"prepare.folder={folder / 'data'}", f"output_dir={folder}")
-    inputs = make_inputs(config)
+    inputs = make_inputs(config, resolve_stages(config))
     rows = [stage_rows(inputs, stage, config=config) for stage in inputs.stages]
 
     def overrides(factor: str, *steps: int) -> tuple[list[str], list[str]]:

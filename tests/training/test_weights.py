@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.tasks.setup import make_inputs
 from tpu_experiments.training.batches import stage_rows, stage_steps, step_batches, tokens_per_row, weights_text
 
@@ -20,7 +21,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory):
     rows = ("trainer.seq_len=128", "trainer.global_batch_rows=8", "curriculum.stages.main.epochs=2")
     selected = ("model=tiny", f"data=[{','.join(WEIGHTS)}]", "curriculum=single", f"output_dir={folder}")
     config = composed(*selected, *rows, *weights, "lora.dropout=0.1")
-    inputs = make_inputs(config)
+    inputs = make_inputs(config, resolve_stages(config))
     (stage,) = inputs.stages
     rows = stage_rows(inputs, stage, config=config)
     return config, inputs, stage, rows, stage_steps(rows, stage, inputs=inputs, config=config)

@@ -1,9 +1,9 @@
 """Estimates by formulas: FLOPs, memory, and a whole plan where no TPU compiler is available."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
+from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import STATE_BYTES, Config
 from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops, recomputes, trainable
@@ -67,9 +67,9 @@ def estimated_memory(config: Config, arch: Any, *, geometry: Geometry) -> ChipMe
     return analytic_chip_memory(analytic_memory(arch, step=step_settings(config, geometry)), hw=config.hw)
 
 
-def largest_stage(config: Config, arch: Any) -> tuple[Stage, ChipMemory]:
+def largest_stage(config: Config, arch: Any, stages: Sequence[Stage]) -> tuple[Stage, ChipMemory]:
     """Return the stage that needs the most memory, and its estimate."""
-    needs = [(stage, estimated_memory(config, arch, geometry=stage.geometry)) for stage in resolve_stages(config)]
+    needs = [(stage, estimated_memory(config, arch, geometry=stage.geometry)) for stage in stages]
     return max(needs, key=lambda need: need[1].total)
 
 
@@ -82,19 +82,20 @@ def estimated_time(config: Config, arch: Any, *, geometry: Geometry) -> StepTime
     return datasheet_time(flops, tokens=tokens, chip=chip, share_of_peak=SHARE_OF_PEAK, method="analytic")
 
 
-def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
+def analytic_plan(config: Config, arch: Any, stages: Sequence[Stage], *, reason: str) -> Plan:
     """Plan memory and time of the largest stage by formulas, without the length of the run.
 
     Args:
         reason: why nothing was compiled, for the notes.
     """
-    stage, memory = largest_stage(config, arch)
+    stage, memory = largest_stage(config, arch, stages)
     geometry, fits = stage.geometry, memory.headroom >= 0
     message = f"formulas put the step at {memory.total:.2f} GiB of {memory.limit:.2f} GiB"
     shortage = None if fits else Shortage(message, memory.total, memory.limit)
     return plan_of(
         config,
         arch,
+        stages,
         geometry=geometry,
         fits=fits,
         memory=memory,
@@ -102,7 +103,7 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
         calibration=Calibration(),
         method="analytic",
         shortage=shortage,
-        programs=tuple(training_programs(resolve_stages(config))),
+        programs=tuple(training_programs(stages)),
         time=estimated_time(config, arch, geometry=geometry) if fits else None,
         notes=(
             f"nothing was compiled ({reason}): memory is from formulas, which were between 25 % below and 45 % above "
@@ -112,7 +113,7 @@ def analytic_plan(config: Config, arch: Any, *, reason: str) -> Plan:
     )
 
 
-def training_programs(stages: list[Stage]) -> list[Program]:
+def training_programs(stages: Sequence[Stage]) -> list[Program]:
     """List one program for each batch shape, without compiling it."""
     users: dict[str, list[str]] = {}
     for stage in stages:

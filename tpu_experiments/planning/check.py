@@ -4,12 +4,12 @@ By a plan of the same programs, else by formulas that are exact. Reads files and
 before anything that takes seconds to load or touches a device."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tpu_experiments.config.compose import machine
-from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import choices
@@ -145,13 +145,14 @@ def finding(config: Config) -> Finding | None:
     if arch is None or config.model._target_ != STOCK_MODEL:
         return None
     try:
+        stages = resolve_stages(config)
         if is_open(config):
-            found = formula_finding(config, arch)
+            found = formula_finding(config, arch, stages)
             return found if found is not None and found.certainty == "known" else None
-        known = None if config.hw.topology is None else known_plan(config, arch)
+        known = None if config.hw.topology is None else known_plan(config, arch, stages)
         if known is not None:
             return None if known.fields["fits"] else Finding(plan_finding_text(config, known), "known")
-        return formula_finding(config, arch)
+        return formula_finding(config, arch, stages)
     except ConfigError as error:
         log.info("the run's memory was not checked: %s", error)
         return None
@@ -180,12 +181,12 @@ def remedies_text(remedies: Any) -> str:
     return f"nearest settings that fit: {', or '.join(remedies)}"
 
 
-def formula_finding(config: Config, arch: Any) -> Finding | None:
+def formula_finding(config: Config, arch: Any, stages: Sequence[Stage]) -> Finding | None:
     """Check memory by formulas.
 
     They are exact for what is resident on the chip, and up to 45 % wrong for what a step needs beside it.
     """
-    stage, memory = largest_stage(config, arch)
+    stage, memory = largest_stage(config, arch, stages)
     estimate = analytic_memory(arch, step=step_settings(config, stage.geometry))
     if config.trainer._target_ != STOCK_TRAINER:  # it may train with another optimizer
         estimate = replace(estimate, optimizer=0.0)

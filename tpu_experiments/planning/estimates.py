@@ -1,9 +1,10 @@
 """The planned figures that a run is held against when it has ended."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpu_experiments.config.curriculum import Stage, resolve_stages
+from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
@@ -14,7 +15,7 @@ from tpu_experiments.planning.tuned import fields_of
 NOT_ALL = "the plan did not compile every program of the run (task.programs=train)"
 
 
-def estimates_of(config: Config) -> PlanEstimates:
+def estimates_of(config: Config, stages: Sequence[Stage]) -> PlanEstimates:
     """Return the figures of the compiled plan of the same programs, otherwise those of formulas.
 
     Empty, with the reason, where there is neither.
@@ -25,23 +26,23 @@ def estimates_of(config: Config) -> PlanEstimates:
     if arch is None:
         return PlanEstimates(reason=f"model.path={config.model.path}; its config.json cannot be read")
     try:
-        known = known_plan(config, arch)
-        found = from_formulas(config, arch) if known is None else from_plan(config, known)
+        known = known_plan(config, arch, stages)
+        found = from_formulas(config, arch, stages) if known is None else from_plan(config, known, stages)
         return replace(found, tuned=fields_of(config))
     except ConfigError as error:
         return PlanEstimates(reason=str(error))
 
 
-def from_plan(config: Config, plan: SavedPlan) -> PlanEstimates:
+def from_plan(config: Config, plan: SavedPlan, stages: Sequence[Stage]) -> PlanEstimates:
     """Return the figures of a plan.json."""
     programs = plan.fields["programs"]
     seconds = {p["shape"]: p["estimated_seconds"] for p in programs if p["name"] == "train"}
-    stages = {stage.name: seconds.get(shape_text(config, stage)) for stage in resolve_stages(config)}
+    of_stages = {stage.name: seconds.get(shape_text(config, stage)) for stage in stages}
     is_whole = all(program["compile_seconds"] is not None for program in programs)
     return PlanEstimates(
         source="compiled",
         file=plan.file,
-        step_seconds={name: time for name, time in stages.items() if time is not None},
+        step_seconds={name: time for name, time in of_stages.items() if time is not None},
         hbm_gib=plan.fields["hbm_gib_per_chip"]["arguments"],
         compile_seconds=plan.fields["compile_seconds"] if is_whole else None,
         reason="" if plan.fields["fits"] else "by the plan the run does not fit",
@@ -56,12 +57,12 @@ def shape_text(config: Config, stage: Stage) -> str:
     return f"{geometry.accumulation} x {rows} x {geometry.seq_len}"
 
 
-def from_formulas(config: Config, arch: Any) -> PlanEstimates:
+def from_formulas(config: Config, arch: Any, stages: Sequence[Stage]) -> PlanEstimates:
     """Return the figures of every stage by formulas."""
-    times = {s.name: estimated_time(config, arch, geometry=s.geometry).total_s for s in resolve_stages(config)}
+    times = {s.name: estimated_time(config, arch, geometry=s.geometry).total_s for s in stages}
     return PlanEstimates(
         source="analytic",
         step_seconds=times,
-        hbm_gib=largest_stage(config, arch)[1].arguments,
+        hbm_gib=largest_stage(config, arch, stages)[1].arguments,
         compile_reason="formulas do not estimate compile seconds",
     )

@@ -1,9 +1,10 @@
 """All results of task=plan in one object; report.py, page.py and chart.py only format it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.identity import job_hash
 from tpu_experiments.config.mesh import Mesh, mesh_of
@@ -257,7 +258,7 @@ class Plan:
         )
 
 
-def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> Plan:
+def plan_of(config: Config, arch: Any, stages: Sequence[Stage], *, geometry: Geometry, **found: Any) -> Plan:
     """Build a plan from a config and the results.
 
     Args:
@@ -268,7 +269,7 @@ def plan_of(config: Config, arch: Any, *, geometry: Geometry, **found: Any) -> P
     return Plan(
         name=str(config.name),
         job=job_hash(config),
-        programs_key=programs_key(config, arch),
+        programs_key=programs_key(config, arch, stages),
         model=config.model.name,
         data=tuple(config.data),
         hw=config.hw,

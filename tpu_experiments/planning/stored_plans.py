@@ -4,11 +4,11 @@ import hashlib
 import json
 import logging
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.hardware import flags_of, values_of
 from tpu_experiments.config.identity import flatten, without_added
 from tpu_experiments.config.model_schema import ModelConfig
@@ -72,7 +72,7 @@ class SavedPlan:
     fields: dict[str, Any]
 
 
-def programs_key(config: Config, arch: Any) -> str:
+def programs_key(config: Config, arch: Any, stages: Iterable[Stage]) -> str:
     """Return 16 hex digits of the SHA-256 of all that the run's programs and their memory depend on.
 
     Data, seed, learning rate, length and origin of the weights are not part of it. Neither is code: a plan made before
@@ -84,7 +84,7 @@ def programs_key(config: Config, arch: Any) -> str:
     Raises:
         ConfigError: a model that `read_decoder` does not support.
     """
-    geometries = [stage.geometry for stage in resolve_stages(config)]
+    geometries = [stage.geometry for stage in stages]
     facts = program_facts(config, arch)
     facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
     facts["has sample"] = config.sample.max_new_tokens > 0
@@ -159,12 +159,12 @@ def saved_plans(folder: str) -> Iterator[SavedPlan]:
             yield SavedPlan(file, fields)
 
 
-def known_plan(config: Config, arch: Any) -> SavedPlan | None:
+def known_plan(config: Config, arch: Any, stages: Iterable[Stage]) -> SavedPlan | None:
     """Return the compiled plan of the same programs; None where there is none.
 
     The plan of the run's own name is preferred to others and to those of sweeps.
     """
-    key = programs_key(config, arch)
+    key = programs_key(config, arch, stages)
     own = paths.join(config.output_dir, PLANS, str(config.name), PLAN_FILE)
     found = [
         plan

@@ -128,7 +128,7 @@ def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
     arch = sizes_of(widest.model)
     if arch is None:
         return 1, "the model's sizes are not known"
-    limit, largest, why = largest_stage(widest, arch)[1].limit, 1, "no two fit"
+    limit, largest, why = largest_stage(widest, arch, resolve_stages(widest))[1].limit, 1, "no two fit"
     for size in range(2, MAX_POINTS + 1):
         plan = _planned(widest, arch, size=size)
         planned = None if plan is None else float(plan.fields["hbm_gib_per_chip"]["total"])
@@ -143,12 +143,12 @@ def _planned(config: Config, arch: Any, *, size: int) -> SavedPlan | None:
     """Return the compiled plan of the pack (`pack_plans`), or with size=1 of a point alone; None without one."""
     if config.hw.topology is None:
         return None
-    return known_plan(replace(config, task=PlanTaskConfig("plan", pack=size)), arch)
+    return known_plan(replace(config, task=PlanTaskConfig("plan", pack=size)), arch, resolve_stages(config))
 
 
 def _memory_of(config: Config, arch: Any, *, size: int) -> float:
     """Return the GiB per chip that a pack of points like this one is estimated to take."""
-    geometry = largest_stage(config, arch)[0].geometry
+    geometry = largest_stage(config, arch, resolve_stages(config))[0].geometry
     rows = replace(geometry, micro_rows=size * geometry.micro_rows)
     memory = analytic_memory(arch, step=step_settings(config, rows))
     resident = memory.base + memory.batch + size * (memory.adapters + memory.optimizer)

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
-from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
+from tpu_experiments.config.curriculum import Stage, long_warmups, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
@@ -70,11 +70,12 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
     check_targets(config)
     optimizer_of(config)
     check_loggers(config)
-    vocab_size = check_model(config)
+    stages = stages_with_data(config)
+    vocab_size = check_model(config, stages)
     require_dense(config)
     check_loaded(config)
     start = start_of(config, folder)
-    inputs = replace(make_inputs(config), start=start)
+    inputs = replace(make_inputs(config, stages), start=start)
     check_ids(config, inputs, vocab_size=vocab_size)
     check_held_out(inputs)
     require_exportable(model_source(config), config=config, inputs=inputs)
@@ -172,9 +173,8 @@ def check_loggers(config: Config) -> None:
             raise ConfigError(f"logger.{name}.options={logger.options}; {kind.__name__} says: {error}.") from error
 
 
-def make_inputs(config: Config) -> RunInputs:
-    """Return the tokenizer, prepared rows of every source at every length, written epochs, and the stages."""
-    stages = stages_with_data(config)
+def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:
+    """Return the tokenizer, prepared rows of every source at every length, and written epochs."""
     tokenizer = load_run_tokenizer(config)
     require_fit(config, tokenizer)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages)
@@ -211,7 +211,7 @@ def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def check_model(config: Config) -> int:
+def check_model(config: Config, stages: Sequence[Stage]) -> int:
     """Check lengths, adapter targets and sharding against the model's config; return its vocabulary size.
 
     Raises:
@@ -225,7 +225,7 @@ def check_model(config: Config) -> int:
     source = model_source(config)
     module, report = describe(source, lora=config.lora)
     require_read_by_peft(module, config.lora)
-    for stage, (name, most) in itertools.product(resolve_stages(config), row_limits(source.config).items()):
+    for stage, (name, most) in itertools.product(stages, row_limits(source.config).items()):
         limit = most - first_position(module)
         if stage.geometry.seq_len > limit:
             raise ConfigError(
@@ -236,7 +236,7 @@ def check_model(config: Config) -> int:
         require_isolation(source, is_packed=config.prepare.packing == "best_fit")
     source.require_weights(shapes_of_base(module))
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-    require_trainable_patterns(resolve_stages(config), trainable)
+    require_trainable_patterns(stages, trainable)
     require_decay_patterns(config.optim.no_decay, trainable)
     log.info("%s: %s", config.model.name, report)
     if config.hw.parallel == "spmd":

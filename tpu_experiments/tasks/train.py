@@ -14,6 +14,7 @@ from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
+from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
@@ -304,7 +305,7 @@ def make_outputs(
     """
     facts = provenance(config, device=device_name(runtime), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
-    estimates = plan_estimates(config, rank=runtime.rank)
+    estimates = plan_estimates(config, inputs.stages, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)
     set_spill_folder(spool.records, run=folder.path())
@@ -332,13 +333,13 @@ def make_outputs(
     )
 
 
-def plan_estimates(config: Config, *, rank: int) -> PlanEstimates:
+def plan_estimates(config: Config, stages: Sequence[Stage], *, rank: int) -> PlanEstimates:
     """Return the plan's estimates; without a chip to plan for, nothing is imported for them."""
     if config.hw.chip is None or rank > 0:
         return PlanEstimates(reason=f"hw={config.hw.name} has no chip to plan for")
     from tpu_experiments.planning.estimates import estimates_of
 
-    return estimates_of(config)
+    return estimates_of(config, stages)
 
 
 def print_once(runtime: Runtime, text: str) -> None:

@@ -39,6 +39,7 @@ from tpu_experiments.tasks.evaluate.inputs import EvaluationInputs, evaluation_i
 from tpu_experiments.tasks.evaluate.report import Results, as_text, facts
 from tpu_experiments.tasks.evaluate.subject import Subject, subject_of, task_of
 from tpu_experiments.tasks.setup import check_model
+from tpu_experiments.training.batches import stages_with_data
 from tpu_experiments.training.evaluation import Exchange
 from tpu_experiments.training.row_lengths import measure_rows
 
@@ -54,8 +55,9 @@ def run(config: Config) -> None:
     with terminal_log():
         subject = subject_of(with_settings_of_run(config))
         subject = replace(subject, config=measure_rows(subject.config))
-        vocab_size = check_model(subject.config)
-        inputs = evaluation_inputs(subject, vocab_size=vocab_size)
+        stages = stages_with_data(subject.config)
+        vocab_size = check_model(subject.config, stages)
+        inputs = evaluation_inputs(subject, stages, vocab_size=vocab_size)
         launch(evaluate_process, subject.config, subject, inputs)
 
 

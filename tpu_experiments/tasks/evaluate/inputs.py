@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
@@ -19,7 +19,6 @@ from tpu_experiments.training.batches import (
     load_run_tokenizer,
     preparation_settings,
     prepare_sources,
-    stages_with_data,
 )
 from tpu_experiments.training.evaluation import Exchange, decoded_documents, exchanges
 
@@ -44,7 +43,7 @@ class EvaluationInputs:
     """Guesses of masked tokens; None for other objectives."""
 
 
-def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
+def evaluation_inputs(subject: Subject, stages: list[Stage], *, vocab_size: int) -> EvaluationInputs:
     """Return the held-out documents of every source and what is needed to score them.
 
     Raises:
@@ -53,7 +52,6 @@ def evaluation_inputs(subject: Subject, *, vocab_size: int) -> EvaluationInputs:
     config = subject.config
     task = task_of(config)
     check_pseudo_perplexity(config)
-    stages = stages_with_data(config)
     tokenizer = load_run_tokenizer(config)
     inputs = RunInputs(tokenizer, prepare_sources(config, tokenizer=tokenizer, stages=stages), stages)
     check_ids(config, inputs, vocab_size=vocab_size)

@@ -27,6 +27,7 @@ from tpu_experiments.tasks.export.readers import TrainedModel
 from tpu_experiments.tasks.export.rounding import round_weights
 from tpu_experiments.tasks.export.subject import Subject
 from tpu_experiments.tasks.generate.origin import Origin
+from tpu_experiments.training.batches import stages_with_data
 from tpu_experiments.training.row_lengths import measure_rows
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def adapter_of(task: WrittenFormsConfig) -> str | None:
 def _documents(config: Config, *, vocab_size: int) -> list[list[int]]:
     chosen = evaluated(with_settings_of_run(config))
     chosen = replace(chosen, config=measure_rows(chosen.config))
-    splits = evaluation_inputs(chosen, vocab_size=vocab_size).splits
+    splits = evaluation_inputs(chosen, stages_with_data(chosen.config), vocab_size=vocab_size).splits
     return [ids.tolist() for held_out in splits.values() for ids, _ in held_out.documents()]
 
 

@@ -123,6 +123,7 @@ def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
     plan = plan_of(
         run.config,
         run.arch,
+        run.stages,
         geometry=geometry,
         fits=True,
         memory=largest.memory,

@@ -99,18 +99,18 @@ def formula_plan(config: Config) -> Plan:
     """Return the whole plan of a config by formulas."""
     arch = arch_of(config)
     installed = importlib.util.find_spec("libtpu")
+    stages = resolve_stages(config)
     reason = "task.method=analytic" if installed else "libtpu is not installed"
     if config.hw.device == "cuda":
         reason = "the compiler is that of TPUs"
-    plan = analytic_plan(config, arch, reason=reason)
+    plan = analytic_plan(config, arch, stages, reason=reason)
     plan = replace(plan, versions=versions(), programs=(*plan.programs, *counted_only(config)))
     if config.hw.device == "cuda":
         plan = replace(plan, notes=(*plan.notes, OF_A_GPU))
     if plan.shortage is not None:
-        geometry = largest_stage(config, arch)[0].geometry
+        geometry = largest_stage(config, arch, stages)[0].geometry
         remedies = remedies_for(config, arch, memory=plan.memory, geometry=geometry)
         return replace(plan, shortage=replace(plan.shortage, remedies=remedies))
-    stages = resolve_stages(config)
     times = {stage.name: estimated_time(config, arch, geometry=stage.geometry) for stage in stages}
     rows = stages[0].geometry.micro_rows * stages[0].geometry.num_shards
     outside = OutsideSteps(base_gib=plan.memory.classes.get("base weights", 0.0), eval_rows=rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.compose import variant
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import OPEN, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
@@ -139,7 +140,7 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
             if same in unfolded:
                 continue
             unfolded.add(same)
-        total = largest_stage(config, arch)[1].total
+        total = largest_stage(config, arch, resolve_stages(config))[1].total
         if point and total > limit:
             left_out.append(Tried(point, "pruned", total, reason=f"estimated by formulas at {total:.1f} GiB"))
         else:
@@ -168,7 +169,7 @@ def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
 
 def line_of(config: Config, tried: Tried) -> Line:
     """Return the table line of one combination."""
-    stage, _ = largest_stage(config, arch_of(config))
+    stage, _ = largest_stage(config, arch_of(config), resolve_stages(config))
     rows, settled = stage.geometry, {key: value_of(config, key) for key in SET}
     if config.hw.parallel != "spmd":
         del settled["sharding"]

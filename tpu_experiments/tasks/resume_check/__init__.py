@@ -9,6 +9,7 @@ import tempfile
 from copy import deepcopy
 from pathlib import Path
 
+from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ResumeCheckTaskConfig
@@ -19,7 +20,7 @@ from tpu_experiments.tasks.resume_check.children import KILLED, LOG_EVERY_STEPS,
 from tpu_experiments.tasks.resume_check.compare import Verdict, compare
 from tpu_experiments.tasks.resume_check.report import as_json, as_text
 from tpu_experiments.tasks.setup import check_model, make_inputs
-from tpu_experiments.training.batches import num_steps
+from tpu_experiments.training.batches import num_steps, stages_with_data
 
 MIN_STEPS = 4
 """Two saves and a lost step, then a blocking save, another lost step and no other save."""
@@ -41,8 +42,9 @@ def run(config: Config) -> None:
     start_run_log(None, rank=0)
     try:
         config = with_open_settings(shortened(config))
-        check_model(config)
-        kills = plan_kills(config)
+        stages = stages_with_data(config)
+        check_model(config, stages)
+        kills = plan_kills(config, stages)
         place = clear_place(config)
         with tempfile.TemporaryDirectory(prefix="resume_check_") as witness:
             children = Children(config, place=place, witness=Path(witness))
@@ -69,7 +71,7 @@ def shortened(config: Config) -> Config:
     return config
 
 
-def plan_kills(config: Config) -> list[Kill]:
+def plan_kills(config: Config, stages: list[Stage]) -> list[Kill]:
     """Choose the kills: two in the first stage, and, if there is a second, one after its start and one inside it.
 
     The last resumes in mid-stage what begins with the stage: a fresh optimizer, a schedule, trained parts.
@@ -77,7 +79,7 @@ def plan_kills(config: Config) -> list[Kill]:
     Raises:
         ConfigError: the first stage is too short for these kills.
     """
-    inputs = make_inputs(config)
+    inputs = make_inputs(config, stages)
     steps = [num_steps(inputs, stage, config=config) for stage in inputs.stages]
     name, first = inputs.stages[0].name, steps[0]
     if first < MIN_STEPS:
