@@ -102,7 +102,7 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
     with _refused_as_misfit(source):
         moved = differences(module, reference, source=source, is_packed=is_packed)
     _require_unmoved(moved, source=source)
-    _record(passed)
+    record(passed)
 
 
 def _require_unmoved(moved: Mapping[str, float], *, source: HuggingFaceModel) -> None:
@@ -220,10 +220,11 @@ def require_left_padding(source: HuggingFaceModel) -> None:
             f"({moved:.2g} of the largest apart), which prompts of unequal length need; use model.attention=eager, or "
             "transformers' generate."
         )
-    _record(passed)
+    record(passed)
 
 
-def _record(passed: Path) -> None:
+def record(passed: Path) -> None:
+    """Make the empty file that says that a check has passed."""
     with suppress(OSError):  # where the home folder is not writable, the check is made each time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
@@ -352,11 +353,16 @@ def _alone(reference: nn.Module, ids: Tensor, *, is_opened: bool) -> Tensor:
 
 def _packed(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal: bool) -> Tensor:
     """Return logits (T, V) of documents in one row with padding behind them, by training's forward pass."""
+    batch = packed_row(ids, lengths=lengths)
+    return forward.logits_of(module, dict(module.named_parameters()), batch, causal=causal)[0, : len(ids)]
+
+
+def packed_row(ids: Tensor, *, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return one row (1, T + PADDING) of documents that lie behind one another in `ids` (T)."""
     padding = torch.zeros(PADDING, dtype=torch.int64)
     segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
     positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
-    batch = {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
-    return forward.logits_of(module, dict(module.named_parameters()), batch, causal=causal)[0, : len(ids)]
+    return {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
 
 
 def _require_small(config: PretrainedConfig, source: HuggingFaceModel) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,15 @@ from tpu_experiments.models.huggingface import CLASSIFIER, OWN_HEAD, HuggingFace
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
 from tpu_experiments.models.passes.forward import UNFIT
-from tpu_experiments.models.sources import buffers, build, conversion
+from tpu_experiments.models.sources import buffers, build, conversion, isolation
 from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.models.sources.isolation import packed_row, record
 from tpu_experiments.models.stack.fold import decoder_layers
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 
 log = logging.getLogger(__name__)
 LENGTHS = (13, 10)
 """Tokens of the two documents of the row; the second is left out where rows hold one document."""
-PADDING = 3
 TOLERANCE = 1e-4
 """Relative to the largest logit; sums in another order move logits by 1e-6 of it (tests/benchmarks/RESULTS.md)."""
 BYTES = 2**30
@@ -99,9 +98,7 @@ def require_loaded(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: boo
             f"from the same files: {done}; {ADVICE}."
         )
     log.info("check of the loaded model against transformers: %s", done)
-    with suppress(OSError):  # where the home folder is not writable, the check is made each time
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+    record(passed)
 
 
 def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
@@ -188,7 +185,7 @@ def _record_of(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -
         if file.suffix in (".safetensors", ".json", ".py"):
             status = file.stat()
             digest.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
-    own = (attention, buffers, build, conversion, experts, forward, huggingface, adapters)
+    own = (attention, buffers, build, conversion, experts, forward, huggingface, isolation, adapters)
     for path in (__file__, *(str(module.__file__) for module in own)):
         digest.update(Path(path).read_bytes())
     return Path(cache_folder("loaded"), digest.hexdigest()[:32])
@@ -311,10 +308,7 @@ def _by_us(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[int, ...], l
     start = replace(lora, init="b_zero", dropout=0.0)
     built = build_model(source, lora=start, seed=0, place=lambda tensor, *, name: tensor)
     module = built.module.eval()
-    padding = torch.zeros(PADDING, dtype=torch.int64)
-    segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)] + [padding])
-    positions = torch.cat([torch.arange(n) for n in lengths] + [padding])
-    batch = {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
+    batch = packed_row(ids, lengths=lengths)
     causal = source.head == "causal_lm" or source.causal
     if source.head != CLASSIFIER:
         return forward.logits_of(module, built.trainable, batch, causal=causal)[0, : len(ids)]
