@@ -126,6 +126,8 @@ class Progress:
     data: dict[str, str] = field(default_factory=dict)
     """Audit hash of the training data by `<source>@<row length>`."""
 
+    reference: dict[str, list[str]] = field(default_factory=dict)
+    """File and SHA-256 of the reference (training/reference.py) by `<source>/<split>/<row length>`."""
     start: dict[str, Any] | None = None
     """Lineage of the warm start (training/start.py); None without one."""
     start_marks: dict[str, str] = field(default_factory=dict)

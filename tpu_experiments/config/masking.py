@@ -33,3 +33,12 @@ FEWEST_TOKENS = 2
 def num_texts(length: int) -> int:
     """Return the places of a row for texts: as many as could be in it."""
     return max(1, length // FEWEST_TOKENS)
+
+
+SHORTEST_PAIR = 4
+"""Tokens of the shortest pair: two answers of one token, each behind a prompt of one."""
+
+
+def num_pairs(length: int) -> int:
+    """Return the places of a row for pairs: as many as could be in it."""
+    return max(1, length // SHORTEST_PAIR)

@@ -212,7 +212,7 @@ def trimmed(batch: Batch, *, multiple: int) -> Batch:
     return Batch.of(cut, labels=batch.labels)
 
 
-def fixed_batches(rows: Rows, *, global_rows: int, name: str = "held_out") -> Iterator[Batch]:
+def fixed_batches(rows: RowSource, *, global_rows: int, name: str = "held_out") -> Iterator[Batch]:
     """Yield all rows once, in order, for evaluation; the last batch is padded."""
     for start in range(0, rows.num_rows, global_rows):
         part = rows.take(slice(start, start + global_rows))

@@ -34,6 +34,11 @@ Column = NDArray[np.float64]
 """A value for every token of held-out documents, (L,)."""
 
 
+REFERENCE = Array("reference", "float32", per="token")
+"""Log-probability of a segment's learnt tokens by the model as it starts, at the last of them, 0 elsewhere; with
+`objective.reads_reference()`. It is no array of prepared data (training/reference.py)."""
+
+
 class Place(Protocol):
     """`Runtime.place`."""
 
@@ -85,7 +90,7 @@ class Objective:
     """
 
     arrays: ClassVar[tuple[Array, ...]] = ()
-    """Further arrays of rows, in prepared data, batches and micro-batches: a label, a stored reference value."""
+    """Further arrays of rows, in prepared data, batches and micro-batches: a label."""
     draws: ClassVar[bool] = False
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
@@ -160,6 +165,10 @@ class Objective:
     def require_fit(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Require the data of a run to go with the objective; a ConfigError says what does not."""
 
+    def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return the values of `REFERENCE` of segments 1, 2, ... of every row, (R, S); only where rows carry it."""
+        raise NotImplementedError
+
     # ---- evaluations and task=evaluate ----------------------------------------------------------------------
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
@@ -231,6 +240,12 @@ def objective_class(config: Config) -> type[Objective]:
     """Return the class that `objective._target_` names; `Objective` stands behind one that does not derive from it."""
     kind = locate(config.objective._target_, key="objective")
     return kind if issubclass(kind, Objective) else type(kind.__name__, (kind, Objective), {})
+
+
+def row_arrays(config: Config) -> tuple[Array, ...]:
+    """Return the arrays of a batch's rows beside those of tokens."""
+    arrays = objective_class(config).arrays
+    return (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
 
 
 def measured_by(objective: Objective) -> Objective | None:

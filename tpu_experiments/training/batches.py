@@ -33,6 +33,7 @@ from tpu_experiments.data.batches import (
 from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prepared import PreparedSource
 from tpu_experiments.data.replay import ReplayedRows
+from tpu_experiments.data.rows import RowSource
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
@@ -46,6 +47,7 @@ from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.training.evaluation import host_tensors
 from tpu_experiments.training.questions import Question
+from tpu_experiments.training.reference import Key, ReferencedRows, Values
 from tpu_experiments.training.start import StartPoint
 
 log = logging.getLogger(__name__)
@@ -171,6 +173,15 @@ class RunInputs:
     """Source of a warm start; None without one, and for a run that resumes from its own checkpoint."""
     num_parameters: int | None = None
     """Parameters of the model without adapters; None where no stage has `tokens_per_parameter`."""
+    reference: dict[Key, Values] | None = None
+    """Values by the model as it starts, once they are known; None where rows carry none (training/reference.py)."""
+
+    def rows(self, name: str, split: str, seq_len: int) -> RowSource:
+        """Return the rows of a source's split, with their reference if they carry one."""
+        store = self.sources[name].store(split, seq_len)
+        if self.reference is None:
+            return store
+        return ReferencedRows(store, self.reference.get((name, split, seq_len)))
 
     @property
     def audit_hashes(self) -> dict[str, str]:
@@ -232,7 +243,7 @@ def shuffled_rows(inputs: RunInputs, stage: Stage, *, seed: int) -> ReplayedRows
     seq_len = stage.geometry.seq_len
 
     def rows_of(names: Sequence[str], stage_index: int, *, weights: Sequence[float]) -> OrderedRows:
-        parts = [inputs.sources[name].store("train", seq_len) for name in names]
+        parts = [inputs.rows(name, "train", seq_len) for name in names]
         if not weights:
             return StageRows(parts, names=names, seed=seed, stage_index=stage_index)
         each = [
@@ -429,9 +440,9 @@ def trim_padding(batch: Batch, *, config: Config) -> Batch:
 
 def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[Batch]]:
     """Return every source's held-out batches of one shape, at most `trainer.max_eval_rows` rows in all."""
-    per_source = max(1, config.trainer.max_eval_rows // len(inputs.sources))
+    per_source = most_held_out(inputs, config)
     global_rows = evaluation_rows(inputs.stages)
-    held_out = {name: source.store("evaluation", inputs.eval_seq_len) for name, source in inputs.sources.items()}
+    held_out = {name: inputs.rows(name, "evaluation", inputs.eval_seq_len) for name in inputs.sources}
     return {
         name: with_held_out_noise(
             name,
@@ -444,6 +455,30 @@ def evaluation_batches(inputs: RunInputs, config: Config) -> dict[str, Iterable[
         for name, rows in held_out.items()
         if rows.num_rows
     }
+
+
+def most_held_out(inputs: RunInputs, config: Config) -> int:
+    """Return the largest number of a source's rows in evaluations."""
+    return max(1, config.trainer.max_eval_rows // len(inputs.sources))
+
+
+def referred_rows(inputs: RunInputs, config: Config) -> dict[Key, tuple[RowSource, int]]:
+    """Return the rows of training and of evaluations without a reference, and those of a batch of its pass.
+
+    It is a micro-batch of the stage on every device, whose logits fit.
+    """
+    found: dict[Key, tuple[RowSource, int]] = {}
+    for stage in inputs.stages:
+        geometry = stage.geometry
+        for name in (*stage.sources, *stage.replay_sources):
+            rows = inputs.sources[name].store("train", geometry.seq_len)
+            found[name, "train", geometry.seq_len] = rows, geometry.micro_rows * geometry.num_shards
+    for name, source in inputs.sources.items():
+        held_out = source.store("evaluation", inputs.eval_seq_len)
+        few = held_out.take(slice(0, most_held_out(inputs, config)))
+        if few.num_rows:
+            found[name, "evaluation", inputs.eval_seq_len] = few, evaluation_rows(inputs.stages)
+    return found
 
 
 def with_held_out_noise(name: str, batches: Iterable[Batch], *, config: Config) -> Iterable[Batch]:
@@ -476,9 +511,18 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
     return {
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
+        "reference": _reference_shapes(inputs, config, world_size=world_size),
         "sample": {(len(config.sample.all_prompts), config.sample.window)} if samples(config) else set(),
         "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
     }
+
+
+def _reference_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> set[tuple[int, ...]]:
+    if not config.objective.reads_reference():
+        return set()
+    geometries = [stage.geometry for stage in inputs.stages]
+    own = {(g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries}
+    return own | {(evaluation_rows(inputs.stages) // world_size, inputs.eval_seq_len)}
 
 
 def expected_programs(inputs: RunInputs, config: Config) -> int:

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
@@ -160,6 +162,8 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
             stop = length - number % 4  # rows of different lengths expose a mean over devices instead of tokens
             kept = (place, slice(stop))[: array.ndim]
             arrays[name][kept] = array[kept]
+    if trainer.config.objective.reads_pairs:
+        arrays |= halved(arrays["segments"])
     arrays["learn"] = (arrays["segments"] > 0).astype(batch.learn_GT.dtype)
     few = {name: array[(row_indices, slice(length))[: array.ndim]] for name, array in arrays.items()}
     whole = Batch.of(arrays, labels=batch.labels)
@@ -167,6 +171,16 @@ def canary_rows(trainer: "Trainer") -> tuple[Batch, Batch]:
         whole = with_step_noise(whole, stage.index, 0, config=trainer.config)
     noise = None if whole.noise_G is None else whole.noise_G[row_indices]
     return whole, Batch.of(few, labels=[batch.labels[place] for place in row_indices], noise_G=noise)
+
+
+def halved(segments_GT: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+    """Return positions and segments of rows of two segments, a pair, which have the same tokens as these rows."""
+    index_T = np.arange(segments_GT.shape[1], dtype=np.int32)
+    length_G1 = (segments_GT > 0).sum(1, keepdims=True).astype(np.int32)
+    half_G1 = length_G1 // 2
+    is_token_GT = index_T < length_G1
+    positions_GT = (index_T - np.where(index_T < half_G1, 0, half_G1)) * is_token_GT
+    return {"positions": positions_GT, "segments": np.where(index_T < half_G1, 1, 2).astype(np.int32) * is_token_GT}
 
 
 def shard_rows(geometry: Geometry, *, world_size: int) -> list[int]:

@@ -195,7 +195,8 @@ class Evaluator:
             sums = self.program(self._send(batch))
         if self.measured is not None:
             found = self.measured.summary(on_host(sums).double().tolist())
-            return found.loss * found.num_predictions, float(found.num_predictions)
+            num = found.num_predictions
+            return found.loss * num if num else 0.0, float(num)
         loss, tokens = on_host(sums).tolist()[:2]
         return loss, tokens
 

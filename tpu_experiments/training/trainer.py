@@ -68,7 +68,9 @@ from tpu_experiments.training.batches import (
     StepInfo,
     evaluation_batches,
     has_noise,
+    prepared_folder,
     program_shapes,
+    referred_rows,
     stage_rows,
     stage_steps,
     stage_tokens,
@@ -85,6 +87,7 @@ from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.pack import Seat
 from tpu_experiments.training.questions import Asker, skill_fields
+from tpu_experiments.training.reference import add_reference
 from tpu_experiments.training.result import Ending
 from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import (
@@ -183,6 +186,8 @@ class Trainer:
     ) -> None:
         self.config, self.runtime, self.inputs, self.outputs, self.watch = config, runtime, inputs, outputs, watch
         self.objective = self.build_objective()
+        if config.objective.reads_reference():
+            inputs.reference = {}
         self.stop = StopFlag(config.checkpoint.grace_seconds, agree=runtime.any_process)
         self.saver: Saver
         self.progress = Progress(data=inputs.audit_hashes)
@@ -483,6 +488,7 @@ class Trainer:
         with self.watch.measure("load"):
             self.restore()
         if self.progress.step > 0:
+            self.take_reference()
             return
         with self.watch.measure("canary"):
             gradients = check_first_gradients(self, host)
@@ -490,6 +496,15 @@ class Trainer:
         self.progress.canary = found or None
         self.leave_if_requested()
         self.load_warm_start()
+        self.take_reference()
+
+    def take_reference(self) -> None:
+        """Give rows the values by the model as it starts, if the objective reads them."""
+        if self.inputs.reference is None:
+            return
+        with self.watch.measure("load"):
+            add_reference(self, referred_rows(self.inputs, self.config), folder=prepared_folder(self.config))
+        vars(self).pop("held_out", None)  # read without them
 
     def run_stage(self, stage: Stage) -> None:
         """Train one stage from the current position to its last step."""

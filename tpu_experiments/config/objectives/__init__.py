@@ -5,6 +5,7 @@ from tpu_experiments.config.objectives.classify import ClassifyConfig
 from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
 from tpu_experiments.config.objectives.next_token import NextTokenConfig
+from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
 
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
@@ -13,6 +14,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "rtd": ReplacedTokenConfig,
     "classify": ClassifyConfig,
     "masked_diffusion": MaskedDiffusionConfig,
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), PreferenceConfig),
 }
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())

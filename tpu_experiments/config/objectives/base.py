@@ -24,6 +24,8 @@ class ObjectiveConfig:
     """Whether `model.linear=lr_qat` goes with it."""
     reads_labels: ClassVar[bool] = False
     """Whether a text comes with a label (`data.<name>.label_field`)."""
+    reads_pairs: ClassVar[bool] = False
+    """Whether it learns from pairs, chosen and rejected, of `kind: preference` sources."""
     counts_flops: ClassVar[bool] = True
     """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
     why_alone: ClassVar[str | None] = None
@@ -36,6 +38,10 @@ class ObjectiveConfig:
     def with_labels(self, labels: list[str]) -> "ObjectiveConfig":
         """Return the settings with the labels of the training rows; only where labels are read."""
         raise NotImplementedError
+
+    def reads_reference(self) -> bool:
+        """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
+        return False
 
     def problems(self, prepare: PrepareConfig) -> list[str]:
         """Return what is wrong with the settings together with those of data preparation."""

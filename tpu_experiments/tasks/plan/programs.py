@@ -17,7 +17,7 @@ from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import NOISE
-from tpu_experiments.objectives.base import samples
+from tpu_experiments.objectives.base import row_arrays, samples
 from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.runtime.tracing import tracing_runtime
@@ -162,7 +162,7 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
         lowered: Lowered = trainer.runtime.lower(
             trainer.evaluator.sums,
             name="eval",
-            batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=trainer.objective.arrays),
+            batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=row_arrays(trainer.config)),
             rows_dim=0,
             as_run=trainer.evaluator.program,
         )
@@ -199,7 +199,7 @@ def rows_like(
 
 def batch_like(shape: Shape, *, trainer: Any) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
-    batch = rows_like(shape, arrays=trainer.objective.arrays) | {"lr": torch.empty(1, device="meta")}
+    batch = rows_like(shape, arrays=row_arrays(trainer.config)) | {"lr": torch.empty(1, device="meta")}
     if trainer.config.model.linear_warmup_steps:
         batch[MIX] = torch.empty(shape[:2], device="meta")
     if has_noise(trainer.config, trainer.model.module):

@@ -1,0 +1,108 @@
+"""The stored reference: where its values stand, what it is of, who shares it, and that a resume reads the same."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tests.training.runs import finished, losses, records, run
+from tpu_experiments.data.rows import Rows
+from tpu_experiments.training.reference import ReferencedRows
+
+pytestmark = pytest.mark.xla
+WORDS = (
+    *("objective=dpo", "data=sample_chat", "trainer.seq_len=128", "curriculum=single", "schedule=constant"),
+    *("trainer.global_batch_rows=8", "trainer.max_stage_steps=6", "trainer.log_every_steps=1"),
+    *("trainer.eval_every_steps=3", "trainer.max_eval_rows=8", "checkpoint.every_steps=3", "checkpoint.keep_last=9"),
+    *("optim.lr=1e-3", "sample.max_new_tokens=0", "lora.init=a_zero", "name=pairs"),
+)
+
+
+def test_values_stand_at_the_last_learnt_token_of_their_segment():
+    learn = [[0, 1, 1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 1, 1, 1, 0]]
+    segments = [[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 3, 3, 0]]
+    ids = np.zeros((2, 8), np.int32)
+    rows = Rows(ids, np.array(learn, np.bool_), ids, np.array(segments, np.int32), {"label": ids})
+    values = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    found = ReferencedRows(rows, values).take(np.array([1, 0]))
+    assert found.more["reference"].tolist() == [[0, 0, 4, 0, 5, 0, 6, 0], [0, 0, 1, 0, 0, 2, 0, 0]]
+    assert found.more["reference"].dtype == np.float32
+    assert set(found.more) == {"label", "reference"}
+    unknown = ReferencedRows(rows, None).take(slice(0, 1))
+    assert not unknown.more["reference"].any()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, finished(*WORDS, output_dir=folder)
+
+
+def references(folder):
+    return {path.name: path.read_bytes() for path in (folder / "prepared" / "references").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_run_begins_at_ln_2_and_compiles_nothing_more(whole):
+    folder, result = whole
+    assert losses(folder)[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses(folder)[-1] < 0.6
+    assert result["compiles_after_warmup"] == 0
+    assert len(references(folder)) == 2
+    before, *_, after = (record for record in records(folder) if "eval/loss" in record)
+    assert before["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert before["eval/rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert after["eval/rewards/margins"] > 0.1
+    assert result["perplexity"] is None
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_the_same_bytes(whole, tmp_path):
+    folder, _ = whole
+    stopped = (*WORDS, "trainer.max_stage_steps=3")
+    finished(*stopped, output_dir=tmp_path)
+    made = references(tmp_path)
+    assert made == references(folder), "computed again to the bit"
+    finished(*WORDS, output_dir=tmp_path)
+    assert references(tmp_path) == made
+    assert losses(tmp_path) == losses(folder)
+    adapters = [(each / "pairs" / "adapter" / "adapter_model.safetensors").read_bytes() for each in (folder, tmp_path)]
+    assert adapters[0] == adapters[1]
+
+
+@pytest.mark.slow
+def test_a_changed_reference_is_refused_by_a_resume_and_computed_again_by_a_new_run(tmp_path):
+    finished(*WORDS, "trainer.max_stage_steps=3", output_dir=tmp_path)
+    made = references(tmp_path)
+    for path in (tmp_path / "prepared" / "references").iterdir():
+        values = np.load(path)
+        values[0, 0] += 1
+        np.save(path, values)
+    done = run(*WORDS, output_dir=tmp_path)
+    assert done.returncode != 0
+    assert "the reference that this run was trained against was changed" in done.stderr
+    done = run(*WORDS, "name=other", output_dir=tmp_path)
+    assert done.returncode == 0
+    assert "the reference is computed again" in done.stderr
+    assert references(tmp_path) == made
+    done = run(*WORDS, "name=third", "optim.lr=5e-4", output_dir=tmp_path)
+    assert "rows taken from" in done.stderr
+    assert "computed" not in "".join(line for line in done.stderr.splitlines() if "reference:" in line)
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_warm_start_is_that_run_and_not_the_base(whole):
+    folder, _ = whole
+    before = references(folder)
+    words = ("name=second", f"start.run={folder / 'pairs'}")
+    done = run(*WORDS, *words, output_dir=folder)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "second" / "metrics.jsonl").read_text().splitlines()]
+    assert next(line["train/loss"] for line in lines if "train/loss" in line) == pytest.approx(math.log(2), abs=1e-6)
+    made = references(folder)
+    assert len(made) == 4
+    values = {name: np.load(folder / "prepared" / "references" / name) for name in made}
+    (new,) = (values[name] for name in made if name not in before and "train" in name)
+    (old,) = (values[name] for name in before if "train" in name)
+    assert np.abs(new - old).max() > 1

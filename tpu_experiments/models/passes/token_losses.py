@@ -1,0 +1,130 @@
+"""Next-token losses of every token, each with a gradient of its own, from hidden states (models/passes/loss.py).
+
+What is made of a row's tokens afterwards is the objective's affair: sums of documents, ratios, clipping. With a frozen
+head the gradient for a weight of 1 per token is computed beside the losses and saved; backward multiplies it with each
+token's. A trained head computes the logits of a chunk again in backward, for both gradients.
+Legend: B rows, T tokens, C tokens of a chunk, N chunks, H hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tpu_experiments.models.passes.forward import (
+    has_plain_head,
+    hidden_of,
+    logits_of,
+    soft_cap_of,
+    target_weights,
+)
+from tpu_experiments.models.passes.loss import Terms, _Chunk, _joined, _loop_inputs, _slope
+from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Loop, Tensors, python_loop, unconstrained
+
+
+def next_token_losses(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    *,
+    chunk_tokens: int | None = None,
+    num_shards: int = 1,
+    loop: Loop = python_loop,
+    constrain: Constrain = unconstrained,
+) -> tuple[Tensor, Tensor]:
+    """Return -log p of the token after each position in nats, and its weight, (B, T) float32 each.
+
+    Losses are there whatever the weight, which is that of `target_weights`. Arguments are those of `next_token_loss`
+    (objectives/next_token.py).
+    """
+    targets_BT, weights_BT = target_weights(rows)
+    if chunk_tokens is None or not has_plain_head(module):
+        logits_BTV = logits_of(module, parameters, rows).float()
+        losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten().long(), reduction="none")
+        return losses.view_as(weights_BT), weights_BT
+    hidden_BTH, head_VH = hidden_of(module, parameters, rows)
+    positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
+    terms = Terms(positions, loop, constrain, soft_cap_of(module), z_loss=0.0)
+    return chunked_token_losses(hidden_BTH, head_VH, targets_BT, terms=terms), weights_BT
+
+
+def chunked_token_losses(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, *, terms: Terms) -> Tensor:
+    """Return the loss of every position (B, T) in nats, which may be differentiated once, by any gradient (B, T).
+
+    Args:
+        hidden_BTH: input of the head; its data type is that of the products with the vocabulary.
+        head_VH: receives its gradient where it requires one, summed over the chunks in float32.
+    """
+    inputs = (hidden_BTH, head_VH, targets_BT, terms)
+    if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
+        return _losses(*inputs, has_gradient=False)[0]
+    losses_BT: Tensor = (_TrainedHead if head_VH.requires_grad else _FrozenHead).apply(*inputs)
+    return losses_BT
+
+
+def _losses(
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, terms: Terms, *, has_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return losses (B, T), and gradients (B, T, H) for a weight of 1 or the log-partition (B, T)."""
+
+    def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+        chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
+        return (carry[0],), (chunk.losses(), chunk.gradient(x[2]) if has_gradient else chunk.log_z_BC)
+
+    ones_BT = torch.ones_like(targets_BT, dtype=torch.float32)
+    xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, ones_BT, terms)
+    carry = (torch.zeros_like(ones_BT[:, 0]),)
+    _, found = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
+    losses_BT, more = (_joined(each, hidden_BTH.shape[1]) for each in found)
+    return losses_BT, more
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Losses and gradients of the hidden states in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, terms: Terms) -> Tensor:
+        losses_BT, unit_BTH = _losses(hidden_BTH, head_VH, targets_BT, terms, has_gradient=True)
+        ctx.save_for_backward(terms.constrain(unit_BTH, axes=BY_ROWS))
+        return losses_BT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
+        (unit_BTH,) = ctx.saved_tensors
+        # In float32: a token's gradient rounded to bf16 would scale it by up to 0.2 %.
+        return (unit_BTH.float() * grad_BT[..., None]).to(unit_BTH.dtype), None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """The losses; backward recomputes the logits of each chunk, for both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, terms: Terms) -> Tensor:
+        losses_BT, log_z_BT = _losses(hidden_BTH, head_VH, targets_BT, terms, has_gradient=False)
+        ctx.terms = terms
+        ctx.save_for_backward(hidden_BTH, head_VH, targets_BT, log_z_BT)
+        return losses_BT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_BTH, head_VH, targets_BT, log_z_BT = ctx.saved_tensors
+        terms: Terms = ctx.terms
+
+        def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+            slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
+            grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
+            # Float32 operands, so that devices sum in float32 (models/parts/float32_gradients.py).
+            grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
+            return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
+
+        xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, grad_BT.float(), terms, log_z_BT)
+        carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
+        rows = hidden_BTH.shape[0]
+        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
+        return grad_BTH, grad_VH.to(head_VH.dtype), None, None

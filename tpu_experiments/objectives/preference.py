@@ -1,0 +1,251 @@
+"""Objectives of preferences: a pair's chosen answer over its rejected one (DPO, arXiv 2305.18290, and its relatives).
+
+A pair is two segments of a row, the odd one chosen and the even one behind it rejected; a row may hold several, and no
+segment sees another. `learn` marks the answers' tokens. With p the log-probability of an answer, L its tokens, r = p
+minus the reference's p, and d = r of the chosen answer minus r of the rejected one, the loss of a pair is
+
+    sigmoid       -log s(beta d), or with e = label_smoothing -(1 - e) log s(beta d) - e log s(-beta d)
+    robust        (-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)                         (arXiv 2403.00409)
+    hinge         max(0, 1 - beta d)                                                              (arXiv 2305.10425)
+    ipo           (r / L of chosen - r / L of rejected - 1 / (2 beta))^2                          (arXiv 2310.12036)
+    sigmoid_norm  -log s(beta (r / L of chosen - r / L of rejected))
+    simpo         -log s(beta (p / L of chosen - p / L of rejected - gamma_beta_ratio))           (arXiv 2405.14734)
+    orpo          -beta log s(log odds of chosen - log odds of rejected), odds of exp(p / L)      (arXiv 2403.07691)
+
+and, times `sft_weight` (of orpo plus 1), the mean -log p of the chosen answers' tokens. Pairs count, not tokens.
+Legend: R rows, T tokens, P places of a row for pairs, S = 2 P for segments, K sums.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.masking import num_pairs
+from tpu_experiments.config.objectives.preference import BETAS, WITHOUT_REFERENCE
+from tpu_experiments.config.schema import Config
+from tpu_experiments.models.passes.forward import target_weights
+from tpu_experiments.models.passes.loss import Scores
+from tpu_experiments.models.passes.token_losses import next_token_losses
+from tpu_experiments.objectives.base import REFERENCE, Computing, Objective, Rows, Summary
+
+SUMS = (
+    *("loss", "pairs", "sft_loss", "chosen_tokens", "rejected_tokens", "rewards_chosen", "rewards_rejected"),
+    *("preferred", "logps_chosen", "logps_rejected"),
+)
+"""Sums over held-out rows; `preferred` counts the pairs whose chosen answer has the higher reward."""
+LARGEST_MEAN = -1e-6
+"""Mean log-probabilities of `orpo` are at most this: the odds of a sure answer are infinite."""
+
+
+class Pairs(NamedTuple):
+    """Pairs of R rows, each in its place; empty places have a weight of 0 and mean nothing."""
+
+    logps_RP2: Tensor
+    """Log-probability of the chosen and of the rejected answer by the model."""
+    reference_RP2: Tensor
+    """The same by the reference; 0 of losses without one."""
+    lengths_RP2: Tensor
+    """Tokens of the answers, float32, at least 1."""
+    weights_RP: Tensor
+    """1 where a place has a pair, float32."""
+
+
+class Preference(Objective):
+    """Mean loss of pairs by the formulas above.
+
+    Args:
+        loss: name of the formula.
+        beta: None is 0.1, of `simpo` 2.
+        label_smoothing: share of pairs assumed to be the wrong way round.
+        gamma_beta_ratio: margin of `simpo` over beta.
+        sft_weight: factor of the mean -log p of the chosen answers' tokens, which is added.
+    """
+
+    has_perplexity = False
+    metrics_of_card = (("reward_accuracy", "accuracy", "accuracy of pairs"),)
+    words_of_evaluation = "accuracy: the share of pairs whose chosen answer has the higher reward"
+
+    def __init__(
+        self,
+        *,
+        loss: str = "sigmoid",
+        beta: float | None = None,
+        label_smoothing: float = 0.0,
+        gamma_beta_ratio: float = 0.5,
+        sft_weight: float = 0.0,
+        computing: Computing | None = None,
+    ) -> None:
+        self.loss, self.beta = loss, BETAS.get(loss, 0.1) if beta is None else beta
+        self.label_smoothing, self.gamma_beta_ratio = label_smoothing, gamma_beta_ratio
+        self.sft_weight = sft_weight + (1.0 if loss == "orpo" else 0.0)
+        self.has_reference = loss not in WITHOUT_REFERENCE
+        self.computing = computing or Computing()
+
+    @classmethod
+    def require_fit(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Require answers alone to be learnt, and rows that their reference can be told of."""
+        for name, stage in config.curriculum.stages.items():
+            if stage.learn == "all":
+                raise ConfigError(
+                    f"curriculum.stages.{name}.learn=all with objective={config.objective.name}; the log-probability "
+                    "of an answer is compared, not that of its prompt; use learn=answers."
+                )
+        if config.loader.order == "written" and config.objective.reads_reference():
+            raise ConfigError(
+                f"loader.order=written with objective={config.objective.name}; the reference of a row is found by its "
+                "number, which written epochs do not keep; use loader.order=permutation."
+            )
+
+    @classmethod
+    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+        """Return the number of pairs and what they were compared with."""
+        against = "the model as it started" if config.objective.reads_reference() else "no reference"
+        return f"Over {num_predictions:,} pairs that were not trained on, against {against}."
+
+    # ---- training -------------------------------------------------------------------------------------------
+
+    def count(self, rows: Rows) -> Tensor:
+        """Return the number of pairs; with a part for the chosen answers' tokens, their number too, (2,)."""
+        lengths_RP2, weights_RP = _lengths(rows)
+        return torch.stack(self._parts(weights_RP, lengths_RP2[..., 0] * weights_RP)).sum((1, 2)).squeeze(0)
+
+    def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return loss sum and number of pairs of every row, (R,) each; with a part for tokens (R, 2) each."""
+        pairs = self.pairs(module, parameters, rows)
+        weights_RP, (chosen_RP, _) = pairs.weights_RP, pairs.lengths_RP2.unbind(-1)
+        losses = self._parts(self.losses(pairs) * weights_RP, -self.sft_weight * pairs.logps_RP2[..., 0] * weights_RP)
+        counts = self._parts(weights_RP, chosen_RP * weights_RP)
+        return torch.stack(losses, -1).sum(1).squeeze(-1), torch.stack(counts, -1).sum(1).squeeze(-1)
+
+    def _parts(self, of_pairs: Tensor, of_tokens: Tensor) -> list[Tensor]:
+        return [of_pairs, of_tokens] if self.sft_weight else [of_pairs]
+
+    def pairs(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Pairs:
+        """Return the pairs of the rows with their log-probabilities."""
+        losses_RT, weights_RT = next_token_losses(module, parameters, rows, **self.computing.of_head())
+        lengths_RP2, weights_RP = _lengths(rows)
+        reference_RP2 = torch.zeros_like(lengths_RP2)
+        if self.has_reference:
+            reference_RP2 = by_segment(rows["segments"], rows[REFERENCE.name]).unflatten(1, (-1, 2))
+        logps_RP2 = by_segment(rows["segments"], -losses_RT * weights_RT).unflatten(1, (-1, 2))
+        return Pairs(logps_RP2, reference_RP2, lengths_RP2, weights_RP)
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return the loss of every pair without that of tokens, (R, P)."""
+        beta, smoothing = self.beta, self.label_smoothing
+        ratios_RP2 = pairs.logps_RP2 - pairs.reference_RP2
+        chosen_RP, rejected_RP = ratios_RP2.unbind(-1)
+        margin_RP = beta * (chosen_RP - rejected_RP)
+        mean_chosen_RP, mean_rejected_RP = (ratios_RP2 / pairs.lengths_RP2).unbind(-1)
+        match self.loss:
+            case "sigmoid":
+                right_RP = -F.logsigmoid(margin_RP)
+                return right_RP if not smoothing else torch.lerp(right_RP, -F.logsigmoid(-margin_RP), smoothing)
+            case "robust":
+                both_RP = (1 - smoothing) * F.logsigmoid(margin_RP) - smoothing * F.logsigmoid(-margin_RP)
+                return -both_RP / (1 - 2 * smoothing)
+            case "hinge":
+                return torch.relu(1 - margin_RP)
+            case "ipo":
+                return (mean_chosen_RP - mean_rejected_RP - 1 / (2 * beta)) ** 2
+            case "sigmoid_norm":
+                return -F.logsigmoid(beta * (mean_chosen_RP - mean_rejected_RP))
+            case "simpo":
+                return -F.logsigmoid(beta * (mean_chosen_RP - mean_rejected_RP - self.gamma_beta_ratio))
+        # Empty places have a mean of 0, whose odds are infinite.
+        odds = (_log_odds(torch.where(pairs.weights_RP > 0, m, -1.0)) for m in (mean_chosen_RP, mean_rejected_RP))
+        chosen_RP, rejected_RP = odds
+        return -beta * F.logsigmoid(chosen_RP - rejected_RP)
+
+    def rewards(self, pairs: Pairs) -> Tensor:
+        """Return what the loss compares, of chosen and rejected answers (R, P, 2): beta r, or beta p / L."""
+        values_RP2 = pairs.logps_RP2 - pairs.reference_RP2
+        return self.beta * (values_RP2 if self.has_reference else values_RP2 / pairs.lengths_RP2)
+
+    # ---- the reference and held-out rows --------------------------------------------------------------------
+
+    def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return the log-probability of every segment's answer (R, S), without a gradient."""
+        with torch.no_grad():
+            losses_RT, weights_RT = next_token_losses(module, parameters, rows, **self.computing.of_head())
+            return by_segment(rows["segments"], -losses_RT * weights_RT)
+
+    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Return the sums of `SUMS` over the rows, (10,)."""
+        with torch.no_grad():
+            pairs = self.pairs(module, parameters, rows)
+            rewards_RP2, logps_RP2, lengths_RP2 = self.rewards(pairs), pairs.logps_RP2, pairs.lengths_RP2
+            each = [
+                self.losses(pairs),
+                torch.ones_like(pairs.weights_RP),
+                -logps_RP2[..., 0],
+                *lengths_RP2.unbind(-1),
+                *rewards_RP2.unbind(-1),
+                (rewards_RP2[..., 0] > rewards_RP2[..., 1]).to(torch.float32),
+                *logps_RP2.unbind(-1),
+            ]
+            return torch.stack([(values_RP * pairs.weights_RP).sum() for values_RP in each])
+
+    def summary(self, sums: Sequence[float]) -> Summary:
+        """Return loss and, as means over pairs, rewards, their margin and accuracy, log-probabilities and lengths."""
+        own = dict(zip(SUMS, sums, strict=True))
+        num = own["pairs"]
+        if not num:
+            return Summary(math.nan, 0, {})
+        chosen, rejected = own["rewards_chosen"] / num, own["rewards_rejected"] / num
+        tokens_loss = own["sft_loss"] / own["chosen_tokens"]
+        measures = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": own["preferred"] / num,
+            "logps/chosen": own["logps_chosen"] / num,
+            "logps/rejected": own["logps_rejected"] / num,
+            "chosen_loss": tokens_loss,
+            "chosen_tokens": own["chosen_tokens"] / num,
+            "rejected_tokens": own["rejected_tokens"] / num,
+        }
+        return Summary(own["loss"] / num + self.sft_weight * tokens_loss, round(num), measures)
+
+    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return loss of a pair and whether its chosen answer has the higher reward, before its last learnt token."""
+        with torch.no_grad():
+            pairs = self.pairs(module, parameters, rows)
+            segments_RT, learnt_RT = rows["segments"], target_weights(rows)[1]
+            # The number of learnt tokens of a segment from here to its end: 1 at the last.
+            number_P = 2 * torch.arange(1, pairs.weights_RP.shape[1] + 1, dtype=torch.int32, device=segments_RT.device)
+            own_RPT = (segments_RT[:, None] == number_P[:, None]) & (learnt_RT > 0)[:, None]
+            after_RT = learnt_RT.flip(1).cumsum(1).flip(1)
+            least_RP1 = torch.where(own_RPT, after_RT[:, None], torch.inf).amin(-1, keepdim=True)
+            at_RPT = (own_RPT & (after_RT[:, None] == least_RP1)).to(torch.float32) * pairs.weights_RP[..., None]
+            rewards_RP2 = self.rewards(pairs)
+            preferred_RP = (rewards_RP2[..., 0] > rewards_RP2[..., 1]).to(torch.float32)
+            losses_RP = self.losses(pairs)
+            spread = [(at_RPT * each[..., None]).sum(1) for each in (losses_RP, preferred_RP, pairs.weights_RP)]
+        return Scores(spread[0].sum(1), pairs.weights_RP.sum(1), *spread)
+
+
+def by_segment(segments_RT: Tensor, values_RT: Tensor) -> Tensor:
+    """Return the sum of the tokens' values of segments 1, 2, ... of every row, (R, S)."""
+    number_S = torch.arange(1, 2 * num_pairs(segments_RT.shape[1]) + 1, dtype=torch.int32, device=segments_RT.device)
+    return torch.where(segments_RT[:, None] == number_S[:, None], values_RT[:, None], 0.0).sum(-1)
+
+
+def _lengths(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the answers' tokens (R, P, 2), at least 1, and 1 where a place has two answers (R, P)."""
+    lengths_RP2 = by_segment(rows["segments"], target_weights(rows)[1]).unflatten(1, (-1, 2))
+    return lengths_RP2.clamp(min=1.0), (lengths_RP2.amin(-1) > 0).to(torch.float32)
+
+
+def _log_odds(means: Tensor) -> Tensor:
+    """Return log(q / (1 - q)) of probabilities with these logarithms."""
+    means = means.clamp(max=LARGEST_MEAN)
+    # log(1 - exp(x)) in float32, as Maechler, "Accurately computing log(1 - exp(-|a|))", 2012.
+    rest = torch.where(means > -math.log(2), torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
+    return means - rest

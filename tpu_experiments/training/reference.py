@@ -1,0 +1,232 @@
+"""Log-probabilities of documents by the model as it starts, which some losses compare with (`REFERENCE`).
+
+They are computed once, before the first step and without dropout, by one pass over the training rows and those of
+evaluations, and stored as a float32 array (N, S) for each source, split and row length: a value for every segment of
+every row. A run that finds such a file of the same start computes its first batch again and takes the rest if that is
+equal to the bit, so the points of a sweep share it. A resumed run reads the files that its checkpoint names.
+
+<prepared data>/references/<source>-<length>-<split>-<key>.npy
+
+Legend: N rows, G rows of a batch, T tokens, S segments.
+"""
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
+from tpu_experiments.config.identity import flatten
+from tpu_experiments.data.batches import fixed_batches
+from tpu_experiments.data.rows import Rows, RowSource
+from tpu_experiments.objectives.base import REFERENCE
+from tpu_experiments.runtime.host_copies import host_copy
+from tpu_experiments.storage import paths
+from tpu_experiments.training.evaluation import AHEAD, Told, evaluating, host_tensors
+
+if TYPE_CHECKING:
+    from tpu_experiments.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+FOLDER = "references"
+Key = tuple[str, str, int]
+"""Source, split and row length."""
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReferencedRows:
+    """Rows with their reference; a `RowSource`."""
+
+    rows: RowSource
+    values_NS: Values | None
+    """Values of the segments 1, 2, ... of each row; None while they are not known: 0 everywhere."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    @property
+    def seq_len(self) -> int:
+        return self.rows.seq_len
+
+    def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
+        """Return the rows at `index_M`, shape (M, T), each value at the last learnt token of its segment."""
+        rows = self.rows.take(index_M)
+        reference_MT = np.zeros(rows.ids_NT.shape, np.float32)
+        if self.values_NS is not None:
+            values_MS = self.values_NS[index_M]
+            row_L, column_L = np.nonzero(rows.learn_NT)
+            place_L = row_L * (rows.seq_len + 1) + rows.segments_NT[row_L, column_L]
+            is_last_L = np.append(place_L[1:] != place_L[:-1], True)[: len(place_L)]
+            row_L, column_L = row_L[is_last_L], column_L[is_last_L]
+            segment_L = rows.segments_NT[row_L, column_L] - 1
+            reference_MT[row_L, column_L] = values_MS[row_L, segment_L]
+        return Rows(**{**vars(rows), "more": {**rows.more, REFERENCE.name: reference_MT}})
+
+
+class ReferencePass:
+    """Compute the values of rows with the current parameters; every process takes part and gets all."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer, self.runtime = trainer, trainer.runtime
+        self.program = self.runtime.program(self.values, name="reference", held=lambda: trainer.parameters)
+
+    def run(self, rows: RowSource, *, global_rows: int) -> Iterator[Values]:
+        """Yield the values (G, S) of every batch of the rows in order; those of padding are 0."""
+        queued: list[Tensor] = []
+        with evaluating(self.trainer.model.module):
+            for batch in fixed_batches(rows, global_rows=global_rows):
+                self.trainer.leave_if_requested()
+                mine = batch.slice_process(*self.runtime.share)
+                queued.append(self.program(self.runtime.put(host_tensors(mine), rows_dim=0)))
+                if len(queued) > AHEAD:
+                    yield host_copy(queued.pop(0)).numpy()
+            while queued:
+                yield host_copy(queued.pop(0)).numpy()
+
+    def values(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the values (G, S) of the global batch; the program. Each process adds its rows to zeros."""
+        rank, world_size = self.runtime.share
+        with torch.no_grad():
+            own = self.trainer.objective.reference_values(self.trainer.model.module, self.trainer.parameters, batch)
+            num = len(own)
+            whole = F.pad(own, (0, 0, rank * num, (world_size - 1 - rank) * num))
+            (summed,) = self.runtime.sum_over_processes([whole])
+            return self.runtime.constrain(summed, axes=())
+
+
+def add_reference(trainer: "Trainer", rows: Mapping[Key, tuple[RowSource, int]], *, folder: str) -> None:
+    """Give the run's rows their reference, stored or computed; before the first step, or of the run's checkpoint.
+
+    Args:
+        rows: rows without reference and those of a batch, by their key.
+        folder: of prepared data.
+
+    Raises:
+        TrainingStopped: a file that the checkpoint names is missing or was changed.
+    """
+    progress, found = trainer.progress, trainer.inputs.reference
+    assert found is not None, "the objective reads a reference"
+    computed = ReferencePass(trainer)
+    for key, (source, global_rows) in rows.items():
+        label = "/".join(map(str, key))
+        if label in progress.reference:
+            found[key] = _recorded(folder, *progress.reference[label])
+            continue
+        if progress.step > 0:
+            raise TrainingStopped(
+                f"{label}; the run has no reference for these rows, and its weights are trained already; start it "
+                "again under another name."
+            )
+        name = _file_name(trainer, key, num_rows=source.num_rows, global_rows=global_rows)
+        values_NS = _shared(computed, source, global_rows, path=paths.join(folder, FOLDER, name))
+        if values_NS is None:
+            values_NS = _computed(computed, source, global_rows, what=label)
+            data = _encoded(values_NS)
+            on_rank_zero(trainer.runtime, _writer(paths.join(folder, FOLDER, name), data))
+        found[key] = values_NS
+        progress.reference[label] = [name, hashlib.sha256(_encoded(values_NS)).hexdigest()]
+
+
+def _computed(computed: ReferencePass, rows: RowSource, global_rows: int, *, what: str) -> Values:
+    told, parts = Told(f"reference of {what}, rows"), []
+    for number, values_GS in enumerate(computed.run(rows, global_rows=global_rows), start=1):
+        parts.append(values_GS)
+        told(number * global_rows, rows.num_rows)
+    whole = np.concatenate(parts)[: rows.num_rows]
+    used_S = np.flatnonzero(whole.any(axis=0))
+    log.info("reference: %d rows of %s computed with the weights at the start", rows.num_rows, what)
+    return np.ascontiguousarray(whole[:, : int(used_S[-1]) + 1 if len(used_S) else 1])
+
+
+def _shared(computed: ReferencePass, rows: RowSource, global_rows: int, *, path: str) -> Values | None:
+    """Return the values of a file if those of the first batch are the same when computed now."""
+    found: Values | None
+    try:
+        found = _decoded(paths.read_bytes(path))
+    except (FileNotFoundError, ValueError):
+        found = None
+    fits = found is not None and len(found) == rows.num_rows
+    if computed.runtime.any_process(not fits):
+        return None
+    assert found is not None, "it fits"
+    first = rows.take(slice(0, global_rows))
+    (again_GS,) = computed.run(first, global_rows=global_rows)
+    width = found.shape[1]
+    again_GS = again_GS[: first.num_rows]
+    is_same = np.array_equal(again_GS[:, :width], found[: len(again_GS)]) and not again_GS[:, width:].any()
+    if computed.runtime.any_process(not is_same):
+        log.warning("%s; its first batch is not what this model computes; the reference is computed again.", path)
+        return None
+    log.info("reference: %d rows taken from %s", rows.num_rows, path)
+    return found
+
+
+def _recorded(folder: str, name: str, sha256: str) -> Values:
+    """Return the values of a file that a checkpoint names."""
+    path = paths.join(folder, FOLDER, name)
+    try:
+        data = paths.read_bytes(path)
+    except FileNotFoundError:
+        data = b""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        what = "was changed" if data else "is missing"
+        raise TrainingStopped(
+            f"{path}; the reference that this run was trained against {what}, and the weights at its start are gone; "
+            "restore the file, or start again under another name."
+        )
+    return _decoded(data)
+
+
+def _file_name(trainer: "Trainer", key: Key, *, num_rows: int, global_rows: int) -> str:
+    """Return a name that tells everything that the values depend on."""
+    config, point = trainer.config, trainer.inputs.start
+    source, split, length = key
+    prefixes = ["model.", "hw.device", "hw.runtime", "trainer.loss_chunk_tokens", "sharding."]
+    begins_as_base = config.lora.r > 0 and config.lora.init in ("b_zero", "a_zero") and point is None
+    if not begins_as_base:
+        prefixes.append("lora.")
+    if getattr(trainer.model.source, "random", False) or not begins_as_base:
+        prefixes.append("seed")
+    facts = {
+        "settings": {name: value for name, value in flatten(config).items() if name.startswith(tuple(prefixes))},
+        "start": None if point is None else point.sha256,
+        "data": trainer.inputs.audit_hashes[f"{source}@{length}"],
+        "rows": [num_rows, global_rows],
+        "devices": trainer.runtime.num_devices,
+        "torch": torch.__version__,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{source}-{length}-{split}-{digest[:16]}.npy"
+
+
+def _encoded(values_NS: Values) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, values_NS, version=(1, 0), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _decoded(data: bytes) -> Values:
+    values: Any = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    if values.dtype != np.float32 or values.ndim != 2:
+        raise ValueError(f"an array of {values.dtype} with {values.ndim} dimensions")
+    found: Values = values
+    return found
+
+
+def _writer(path: str, data: bytes) -> Callable[[], None]:
+    def write() -> None:
+        paths.make_dirs(paths.folder_of(path))
+        paths.write_bytes_atomic(path, data)
+
+    return write
