@@ -10,7 +10,9 @@ from tests.training.tiny import ARCHITECTURES, Run
 from tpu_experiments.models.passes import loss
 from tpu_experiments.models.passes.forward import logits_of, target_weights
 from tpu_experiments.models.passes.loss import Terms
-from tpu_experiments.models.passes.token_losses import chunked_token_losses, next_token_losses
+from tpu_experiments.models.passes.token_losses import chunked_token_losses
+from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.next_token import next_token_losses
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.training.step import summed_gradients
@@ -76,7 +78,7 @@ def test_whole_models(make_config, model, lora):
     rows = batch_of(vocab=4096)
 
     def found(**settings):
-        losses, weights = next_token_losses(run.model.module, leaves, rows, **settings)
+        losses, weights = next_token_losses(run.model.module, leaves, rows, computing=Computing(**settings))
         total = (losses * weights * weights_of(losses)).sum()
         return losses, weights, *torch.autograd.grad(total, list(leaves.values()))
 

@@ -15,6 +15,7 @@ from tpu_experiments.models.passes.forward import (
     target_weights,
 )
 from tpu_experiments.models.passes.loss import Scores, chunked_row_losses, chunked_scores
+from tpu_experiments.models.passes.token_losses import chunked_token_losses
 from tpu_experiments.objectives.base import Computing, Objective, Rows
 
 WHOLE = Computing()
@@ -71,6 +72,24 @@ def next_token_loss(
     hidden_RTH, head_VH = hidden_of(module, parameters, rows)
     terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), z_loss=z_loss)
     return chunked_row_losses(hidden_RTH, head_VH, rows, terms)
+
+
+def next_token_losses(
+    module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows, *, computing: Computing = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """Return -log p of the token after each position in nats, and its weight, (R, T) float32 each.
+
+    Losses are there whatever the weight, which is that of `target_weights`, and may be differentiated once, by any
+    gradient. `computing` is that of `next_token_loss`.
+    """
+    targets_RT, weights_RT = target_weights(rows)
+    if computing.chunk_tokens is None or not has_plain_head(module):
+        logits_RTV = logits_of(module, parameters, rows).float()
+        losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")
+        return losses.view_as(weights_RT), weights_RT
+    hidden_RTH, head_VH = hidden_of(module, parameters, rows)
+    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module))
+    return chunked_token_losses(hidden_RTH, head_VH, targets_RT, terms=terms), weights_RT
 
 
 def next_token_scores(

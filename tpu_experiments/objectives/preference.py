@@ -31,8 +31,8 @@ from tpu_experiments.config.objectives.preference import BETAS, WITHOUT_REFERENC
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.passes.forward import target_weights
 from tpu_experiments.models.passes.loss import Scores
-from tpu_experiments.models.passes.token_losses import next_token_losses
 from tpu_experiments.objectives.base import REFERENCE, Computing, Objective, Rows, Summary
+from tpu_experiments.objectives.next_token import next_token_losses
 
 SUMS = (
     *("loss", "pairs", "sft_loss", "chosen_tokens", "rejected_tokens", "rewards_chosen", "rewards_rejected"),
@@ -128,7 +128,7 @@ class Preference(Objective):
 
     def pairs(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Pairs:
         """Return the pairs of the rows with their log-probabilities."""
-        losses_RT, weights_RT = next_token_losses(module, parameters, rows, **self.computing.of_head())
+        losses_RT, weights_RT = next_token_losses(module, parameters, rows, computing=self.computing)
         lengths_RP2, weights_RP = _lengths(rows)
         reference_RP2 = torch.zeros_like(lengths_RP2)
         if self.has_reference:
@@ -173,7 +173,7 @@ class Preference(Objective):
     def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
         """Return the log-probability of every segment's answer (R, S), without a gradient."""
         with torch.no_grad():
-            losses_RT, weights_RT = next_token_losses(module, parameters, rows, **self.computing.of_head())
+            losses_RT, weights_RT = next_token_losses(module, parameters, rows, computing=self.computing)
             return by_segment(rows["segments"], -losses_RT * weights_RT)
 
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:

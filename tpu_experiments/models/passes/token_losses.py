@@ -6,49 +6,14 @@ token's. A trained head computes the logits of a chunk again in backward, for bo
 Legend: B rows, T tokens, C tokens of a chunk, N chunks, H hidden, V vocabulary.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.passes.forward import (
-    has_plain_head,
-    hidden_of,
-    logits_of,
-    soft_cap_of,
-    target_weights,
-)
 from tpu_experiments.models.passes.loss import Terms, _Chunk, _joined, _loop_inputs, _slope
-from tpu_experiments.runtime.ops import BY_ROWS, Constrain, Loop, Tensors, python_loop, unconstrained
-
-
-def next_token_losses(
-    module: nn.Module,
-    parameters: Mapping[str, Tensor],
-    rows: Mapping[str, Tensor],
-    *,
-    chunk_tokens: int | None = None,
-    num_shards: int = 1,
-    loop: Loop = python_loop,
-    constrain: Constrain = unconstrained,
-) -> tuple[Tensor, Tensor]:
-    """Return -log p of the token after each position in nats, and its weight, (B, T) float32 each.
-
-    Losses are there whatever the weight, which is that of `target_weights`. Arguments are those of `next_token_loss`
-    (objectives/next_token.py).
-    """
-    targets_BT, weights_BT = target_weights(rows)
-    if chunk_tokens is None or not has_plain_head(module):
-        logits_BTV = logits_of(module, parameters, rows).float()
-        losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten().long(), reduction="none")
-        return losses.view_as(weights_BT), weights_BT
-    hidden_BTH, head_VH = hidden_of(module, parameters, rows)
-    positions = max(1, chunk_tokens * num_shards // hidden_BTH.shape[0])
-    terms = Terms(positions, loop, constrain, soft_cap_of(module), z_loss=0.0)
-    return chunked_token_losses(hidden_BTH, head_VH, targets_BT, terms=terms), weights_BT
+from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors
 
 
 def chunked_token_losses(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, *, terms: Terms) -> Tensor:
@@ -77,7 +42,7 @@ def _losses(
     ones_BT = torch.ones_like(targets_BT, dtype=torch.float32)
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, ones_BT, terms)
     carry = (torch.zeros_like(ones_BT[:, 0]),)
-    _, found = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0])
+    _, found = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0]))
     losses_BT, more = (_joined(each, hidden_BTH.shape[1]) for each in found)
     return losses_BT, more
 
@@ -125,6 +90,6 @@ class _TrainedHead(torch.autograd.Function):
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, grad_BT.float(), terms, log_z_BT)
         carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
         rows = hidden_BTH.shape[0]
-        (grad_VH,), (grads_NBCH,) = terms.loop(body, carry=carry, xs=xs, consts=consts, rows=rows)
+        (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
         grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
         return grad_BTH, grad_VH.to(head_VH.dtype), None, None
