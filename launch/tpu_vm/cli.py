@@ -4,6 +4,7 @@
 """
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -223,7 +224,7 @@ def left_behind(driver: Driver) -> str:
 
 def by_hand(driver: Driver) -> str:
     """Return the gcloud command that deletes the launch's resource."""
-    return " ".join(gcloud.delete(driver.target))
+    return shlex.join(gcloud.delete(driver.target))
 
 
 def down(world: World, words: list[str], overrides: list[str]) -> int:

@@ -117,7 +117,7 @@ def dry_world(world: World, words: list[str]) -> World:
     pretended = DryRun(world.say, num_workers=count, service_account=settings.service_account)
 
     def say_plan(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> None:
-        world.say(f"$ {' '.join(['python', 'run.py', *plan_words(overrides, results=results)[2:]])}")
+        world.say(f"$ {shlex.join(['python', 'run.py', *plan_words(overrides, results=results)[2:]])}")
 
     return replace(
         world,

@@ -1,6 +1,7 @@
 """Derive the run from the words after `--`: its name, folder and arguments of run.py, and its plan before a rental."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 from launch.tpu_vm.code_sync import ROOT
 from launch.tpu_vm.errors import LaunchError
 from launch.tpu_vm.settings import Settings
+from tpu_experiments.config.commands import override_of, typed
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def job_of(overrides: list[str], settings: Settings, *, local_file: Path) -> Job
     output_dir = given.get("output_dir") or _local(local_file).get("output_dir") or "outputs"
     added = [f"hw={settings.hw}"] if "hw" not in given else []
     added += [f"name={name}"] if "name" not in given else []
-    added += [f"output_dir={output_dir}"] if "output_dir" not in given else []
+    added += [override_of("output_dir", output_dir)] if "output_dir" not in given else []
     folder = f"{output_dir.rstrip('/')}/{'sweeps/' if is_sweep(overrides) else ''}{name}"
     return Job((*overrides, *added), name, folder)
 
@@ -99,9 +101,11 @@ def check_outlives(job: Job, settings: Settings, *, num_workers: int, is_new: bo
     is_new_disk = settings.spot or num_workers > 1
     start = values_of(job.overrides).get("start.run", "")
     if (is_new or is_new_disk) and start.startswith(f"{settings.results.rstrip('/')}/"):
+        copy = shlex.join(["gcloud", "storage", "cp", "--recursive", start, "gs://bucket/runs/"])
+        there = typed(override_of("start.run", f"gs://bucket/runs/{Path(start).name}"))
         raise LaunchError(
-            f"start.run={start}; it is a folder of this machine, and the VM has none of it; copy it (gcloud storage cp "
-            f"--recursive {start} gs://bucket/runs/) and give start.run=gs://bucket/runs/{Path(start).name}."
+            f"start.run={start}; it is a folder of this machine, and the VM has none of it; copy it ({copy}) and give "
+            f"{there}."
         )
     if job.is_remote:
         return
@@ -151,7 +155,7 @@ def plan_words(overrides: tuple[str, ...], *, results: Path) -> list[str]:
     """Return the command that plans the run locally; a sweep's plans are kept apart from its results."""
     kept = [word for word in overrides if not word.startswith(("output_dir=", "task="))]
     folder = results / "plans" if is_sweep(overrides) else results
-    return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, f"output_dir={folder}"]
+    return [sys.executable, str(ROOT / "run.py"), "task=plan", *kept, override_of("output_dir", str(folder))]
 
 
 def estimated(overrides: tuple[str, ...], *, run_name: str, spot: bool, results: Path) -> Estimate:

@@ -1,6 +1,8 @@
 """Commands that are printed or written: read by the shell's rules, parsed and composed by Hydra, whatever the names."""
 
+import ast
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -14,7 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from launch.tpu_vm.errors import LaunchError
+from launch.tpu_vm.job import Job, check_outlives
+from launch.tpu_vm.settings import Settings
 from tests.config.composing import composed
+from tests.launch.fake_cloud import FakeCloud, SimulatedClock
+from tests.launch.launcher import Launcher
 from tests.tiers import only
 from tests.training.runs import REPOSITORY
 from tpu_experiments.config.commands import command, override_of, typed
@@ -24,6 +31,7 @@ from tpu_experiments.config.overlay import overlay_file
 from tpu_experiments.config.task_schema import ReportTaskConfig
 from tpu_experiments.export.card import Card, page
 from tpu_experiments.loggers.closing_lines import summary
+from tpu_experiments.runtime.processes.env import elsewhere
 from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping import leaderboard
@@ -146,7 +154,8 @@ def test_those_of_refusals_and_pages(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_those_of_an_export_s_card(place: str) -> None:
     """llama.cpp's, vLLM's and the Hub's commands hand the names on as they are."""
-    for form, subfolder in itertools.product(("peft", "merged", "gguf", "vptq"), (None, "x")):
+    forms = ("peft", "merged", "gguf", "rtn", "gptq", "vptq")  # the last three are those of task=quantize
+    for form, subfolder in itertools.product(forms, (None, "x")):
         page_of = Card(form, "run", base=f"/base/{place}")
         text = page(page_of, place=f"/b/{place}", comparison="", files=[f"{place}.gguf"], subfolder=subfolder)
         local = f"/b/{place}" if subfolder is None else f"{place.rpartition('/')[2]}/{subfolder}"
@@ -159,6 +168,73 @@ def test_those_of_an_export_s_card(place: str) -> None:
             given = given or (f"/base/{place}" if form == "peft" else local)
             assert given in words
             assert words[0] != "vllm" or form != "peft" or words[-1] == f"adapter={local}"
+        for block in re.findall(r"^```+python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            named = {node.value for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Constant)}
+            assert (local if form == "vptq" else f"/b/{place}") in named
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_those_of_the_launcher(place: str, tmp_path: Path) -> None:
+    """The plan of a dry run, the command that the machine gets, and the one that deletes it."""
+    launcher = Launcher(FakeCloud(SimulatedClock()), tmp_path)
+    given = ["output_dir=gs://bucket/runs", override_of("model.path", place)]
+    machine = ("--dry-run", "hw=v6e8", "spot=true", "name=ro1", f"account={place}", f"results={place}")
+    assert launcher("train", *machine, run=["--", *given]) == 0
+    shown = [line.removeprefix("$ ") for line in launcher.said if line.startswith("$ ")]
+    lines = [shell_words(line.removesuffix(" < (a secret on stdin)")) for line in shown]
+    assert all(f"--account={place}" in words for words in lines if words[0] == "gcloud" and "compute" in words)
+    (planned,) = (words for words in lines if "task=plan" in words)
+    config = config_of(planned[2:])
+    assert (config.model.path, Path(config.output_dir)) == (place, Path(place))
+    (started,) = (word for words in lines for word in words if "worker.sh start" in word)
+    assert set(given) <= set(shell_words(started.partition(" && ")[2].partition(" ); code=")[0]))
+    with pytest.raises(LaunchError) as refused:
+        check_outlives(
+            Job((f"start.run={place}/a",), "ro1", "gs://b"), Settings(results=place), num_workers=1, is_new=True
+        )
+    copy, _, there = str(refused.value).partition("copy it (")[2].rpartition(") and give ")
+    assert shell_words(copy)[4] == f"{place}/a"
+    assert shlex.split(there.removesuffix(".")) == ["start.run=gs://bucket/runs/a"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_those_of_a_machine_without_a_tpu(place: str) -> None:
+    """To plan, to rent and to try the same here."""
+    machine = composed("hw=v6e8").hw
+    text = elsewhere(machine, [override_of("model.path", place), "hw=v6e8"])
+    planned, rest = text.partition("plan it here: `")[2].split("`, rent one: `")
+    rented, tried = rest.removesuffix("` tries it on a tiny model").split("`, or use hw=cpu here, where `")
+    assert config_of(words_of(planned)).model.path == place
+    words = shell_words(rented)
+    assert words[:5] == ["python", "launch/tpu.py", "train", "hw=v6e8", "--"]
+    assert config_of(words[5:]).model.path == place
+    assert config_of(words_of(tried)).model.path == place
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["colab.ipynb", "kaggle.ipynb"])
+def test_those_of_the_notebooks(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their cells up to the training, with commands noted instead of run."""
+    monkeypatch.setenv("OUTPUT", place)
+    monkeypatch.setenv("DATA", place)
+    monkeypatch.setenv("MORE", typed(override_of("plugins", [place])))
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    cells = json.loads((REPOSITORY / "launch" / name).read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    asked: list[tuple[str, ...]] = []
+    names: dict[str, Any] = {}
+    for source in sources[: 1 + next(k for k, source in enumerate(sources) if 'run.py", *RUN' in source)]:
+        exec(source, names)
+        names["sh"] = lambda *command, fine=(0,): asked.append(command) or 0
+    runs = [words[words.index("run.py") + 1 :] for words in asked if "run.py" in words]
+    assert override_of("output_dir", place) in runs[-1]
+    assert len(runs) == (3 if name == "colab.ipynb" else 2)  # of the chip, of the places, and the training
+    for words in runs:
+        own = [word for word in words if word != override_of("plugins", [place])]
+        assert len(own) == len(words) - 1
+        config = config_of(own)
+        assert config.output_dir == (place if any(word.startswith("output_dir=") for word in own) else "outputs")
+        assert name == "kaggle.ipynb" or config.data["messages"].path == place
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "a=b,c", "${x}$HOME", "(y)[z]", "back\\", "`id`;|&<>!*?"])

@@ -93,7 +93,7 @@ def test_colab_says_so_where_it_does_not_know_the_accelerator(
     """And does not train the smoke model on a paid TPU."""
     cells = [cell["source"] for cell in json.loads((REPOSITORY / "launch" / "colab.ipynb").read_text())["cells"]]
     first, chip = (
-        "".join(next(cell for cell in cells if start in cell[0])) for start in ("import importlib", "MACHINES")
+        "".join(next(cell for cell in cells if start in cell[0])) for start in ("import importlib", "from tpu_exp")
     )
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
     monkeypatch.setenv("MORE", more)
