@@ -225,71 +225,90 @@ def _backward(*refs: Any, call: AttentionCall) -> None:
     For weights p, scores s and the gradient g of the output: dv = p^T g, ds = p (g v^T - row sums), dq = ds k and
     dk = ds^T q.
     """
-    *given, log_sum, row_sums, grad, dq, dk, dv, queries, keys, keys_DT, dq_DT, dk_TD, dv_TD = refs
-    query, key, value, by_query, by_key, *table = given
-    number, block, dtype = pl.program_id(2), slice(0, call.block), value.dtype
-    start = _start(call, number)
-    here, of_group = _at(start, block), _number_in_group(call)
-    power, unit = (jnp.exp2, LOG2_E) if _in_twos(call) else (jnp.exp, 1.0)
-    keys[...] = _turned(key[...], table, here).astype(dtype)
-    keys_DT[...] = keys[...].T
-
-    def read(number: Any) -> None:
-        at = _at(_start(call, number), block)
-        queries[at] = _turned(query[at], table, at, factor=call.scores.scale * unit).astype(dtype)
-        dq_DT[:, at] = jnp.zeros_like(dq_DT[:, at])
-
-    @pl.when(number == 0)
-    def _() -> None:
-        _each(0, call.num_blocks, read)
-
-    @pl.when(of_group == 0)
-    def _() -> None:
-        dk_TD[here] = jnp.zeros_like(dk_TD[here])
-        dv_TD[here] = jnp.zeros_like(dv_TD[here])
-
-    def first(part: slice, at: Any, *, ahead: Any) -> tuple[Any, Any, Any]:
-        """Return the scores of a part of the keys, their slope, and the gradients of their weights."""
-        of_key, of_query = by_key[_at(start, part)], by_query[:1, at]
-        scores = _scores(call, keys[part], queries[at], of_key, of_query, ahead=ahead)
-        return *scores, _product(value[part], grad[at], NT)
-
-    def add(part: slice, at: Any, scores_PW: Any, slope_PW: Any, of_weights_PW: Any) -> None:
-        weights_PW = power(scores_PW - log_sum[:1, at] * unit)
-        dv_TD[_at(start, part)] += _product(weights_PW.astype(dtype), grad[at], NN)
-        of_scores_PW = (of_weights_PW - row_sums[:1, at]) * weights_PW
-        of_scores_PW = (of_scores_PW if slope_PW is None else of_scores_PW * slope_PW).astype(dtype)
-        dk_TD[_at(start, part)] += _product(of_scores_PW, queries[at], NN)
-        dq_DT[:, at] += _product(keys_DT[:, part], of_scores_PW, NN)
+    keys = _BlockOfKeys(call, *refs)
+    keys.begin()
 
     def meet(other: Any) -> None:
-        at = _at(_start(call, other), block)
-        add(block, at, *first(block, at, ahead=(other - number) * call.block))
+        at = _at(_start(call, other), keys.block)
+        keys.add(keys.block, at, *keys.first(keys.block, at, ahead=(other - keys.number) * call.block))
 
     if call.num_blocks > 1:
-        _other_blocks(call, number, meet, later=True)
+        _other_blocks(call, keys.number, meet, later=True)
         if not call.scores.causal:
-            _other_blocks(call, number, meet, later=False)
+            _other_blocks(call, keys.number, meet, later=False)
 
     def of_meeting(meeting: Meeting) -> Any:
         part, met = meeting
-        return first(part, _at(start, met), ahead=met.start - part.start)
+        return keys.first(part, _at(keys.start, met), ahead=met.start - part.start)
 
     for (part, met), made in _one_ahead(call.meetings("bwd"), of_meeting):
-        add(part, _at(start, met), *made)
+        keys.add(part, _at(keys.start, met), *made)
+    keys.end()
 
-    def write(number: Any) -> None:
-        at = _at(_start(call, number), block)
-        dq[at] = (_turned(dq_DT[:, at].T, table, at, backward=True) * call.scores.scale).astype(dtype)
 
-    @pl.when(number == call.num_blocks - 1)
-    def _() -> None:
-        _each(0, call.num_blocks, write)
+class _BlockOfKeys:
+    """The memory of the backward kernel at one block of keys, and what is computed in it."""
 
-    @pl.when(of_group == call.heads // call.kv_heads - 1)
-    def _() -> None:
-        dk[here] = _turned(dk_TD[here] / unit, table, here, backward=True).astype(dtype)
-        dv[here] = dv_TD[here].astype(dtype)
+    def __init__(self, call: AttentionCall, *refs: Any) -> None:
+        *given, self.log_sum, self.row_sums, self.grad, self.dq, self.dk, self.dv = refs[:-6]
+        self.queries, self.keys, self.keys_DT, self.dq_DT, self.dk_TD, self.dv_TD = refs[-6:]
+        self.query, self.key, self.value, self.by_query, self.by_key, *self.table = given
+        self.call, self.number, self.block, self.dtype = call, pl.program_id(2), slice(0, call.block), self.value.dtype
+        self.start = _start(call, self.number)
+        self.here, self.of_group = _at(self.start, self.block), _number_in_group(call)
+        self.power, self.unit = (jnp.exp2, LOG2_E) if _in_twos(call) else (jnp.exp, 1.0)
+
+    def begin(self) -> None:
+        """Rotate the block's keys, with the row's first block its queries, and with a key's first head empty sums."""
+        self.keys[...] = _turned(self.key[...], self.table, self.here).astype(self.dtype)
+        self.keys_DT[...] = self.keys[...].T
+
+        def read(number: Any) -> None:
+            at, factor = _at(_start(self.call, number), self.block), self.call.scores.scale * self.unit
+            self.queries[at] = _turned(self.query[at], self.table, at, factor=factor).astype(self.dtype)
+            self.dq_DT[:, at] = jnp.zeros_like(self.dq_DT[:, at])
+
+        @pl.when(self.number == 0)
+        def _() -> None:
+            _each(0, self.call.num_blocks, read)
+
+        @pl.when(self.of_group == 0)
+        def _() -> None:
+            self.dk_TD[self.here] = jnp.zeros_like(self.dk_TD[self.here])
+            self.dv_TD[self.here] = jnp.zeros_like(self.dv_TD[self.here])
+
+    def first(self, part: slice, at: Any, *, ahead: Any) -> tuple[Any, Any, Any]:
+        """Return the scores of a part of the keys, their slope, and the gradients of their weights."""
+        of_key, of_query = self.by_key[_at(self.start, part)], self.by_query[:1, at]
+        scores = _scores(self.call, self.keys[part], self.queries[at], of_key, of_query, ahead=ahead)
+        return *scores, _product(self.value[part], self.grad[at], NT)
+
+    def add(self, part: slice, at: Any, scores_PW: Any, slope_PW: Any, of_weights_PW: Any) -> None:
+        """Add what `first` returned for a part of the keys to the three gradients."""
+        weights_PW = self.power(scores_PW - self.log_sum[:1, at] * self.unit)
+        self.dv_TD[_at(self.start, part)] += _product(weights_PW.astype(self.dtype), self.grad[at], NN)
+        of_scores_PW = (of_weights_PW - self.row_sums[:1, at]) * weights_PW
+        of_scores_PW = (of_scores_PW if slope_PW is None else of_scores_PW * slope_PW).astype(self.dtype)
+        self.dk_TD[_at(self.start, part)] += _product(of_scores_PW, self.queries[at], NN)
+        self.dq_DT[:, at] += _product(self.keys_DT[:, part], of_scores_PW, NN)
+
+    def end(self) -> None:
+        """Write dq with the row's last block, and dk and dv of the block with a key's last head."""
+
+        def write(number: Any) -> None:
+            at = _at(_start(self.call, number), self.block)
+            turned = _turned(self.dq_DT[:, at].T, self.table, at, backward=True)
+            self.dq[at] = (turned * self.call.scores.scale).astype(self.dtype)
+
+        @pl.when(self.number == self.call.num_blocks - 1)
+        def _() -> None:
+            _each(0, self.call.num_blocks, write)
+
+        @pl.when(self.of_group == self.call.heads // self.call.kv_heads - 1)
+        def _() -> None:
+            turned = _turned(self.dk_TD[self.here] / self.unit, self.table, self.here, backward=True)
+            self.dk[self.here] = turned.astype(self.dtype)
+            self.dv[self.here] = self.dv_TD[self.here].astype(self.dtype)
 
 
 def _one_ahead(meetings: Iterable[Meeting], first: Callable[[Meeting], Any]) -> Iterable[tuple[Meeting, Any]]:
