@@ -18,7 +18,9 @@ import torch
 from tests.config.composing import composed
 from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.config.schema import Config
+from tpu_experiments.objectives.base import REFERENCE, objective_of
 from tpu_experiments.runtime.stacked import unstacked
+from tpu_experiments.training.step import computing_of
 
 NUM_STEPS = 20
 
@@ -38,8 +40,10 @@ def main(*words: str) -> None:
     rows = config.hw.num_devices
     dropout = config.lora.dropout
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
+    if config.objective.reads_reference():  # a row's two documents are a pair
+        batches = [{**batch, REFERENCE.name: torch.zeros(batch["ids"].shape)} for batch in batches]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
-    run = Run(config, runtime, updates=configured(config))
+    run = Run(config, runtime, updates=configured(config), **learnt(config, runtime))
     if is_beside and not padded.padded_adapters(run.model.module):
         raise RuntimeError("no weight is padded")
     losses = torch.tensor(run.losses(batches))
@@ -56,6 +60,14 @@ def main(*words: str) -> None:
             }
         )
     )
+
+
+def learnt(config: Config, runtime: Any) -> dict[str, Any]:
+    """The loss of a step: that of all logits, or of pairs in chunks."""
+    if not config.objective.reads_pairs:
+        return {}
+    objective = objective_of(config, computing_of(config, runtime))
+    return {"row_loss": objective.row_loss, "count": objective.count}
 
 
 def states(run: Run) -> dict[str, torch.Tensor]:
@@ -89,7 +101,8 @@ def on_one_device(config: Config, batches: list[dict[str, torch.Tensor]]) -> tup
     from tpu_experiments.runtime.eager import EagerRuntime
 
     hw = HwConfig(name="cpu", device="cpu", runtime="eager", parallel="inline", num_devices=1)
-    run = Run(config, EagerRuntime(hw), updates=configured(config))
+    runtime = EagerRuntime(hw)
+    run = Run(config, runtime, updates=configured(config), **learnt(config, runtime))
     return torch.tensor(run.losses(batches)), run.parameters
 
 
