@@ -518,7 +518,22 @@ def _packing(config: Config) -> list[str]:
 
 
 def _objective(config: Config) -> list[str]:
-    return config.objective.problems(config.prepare)
+    return [*config.objective.problems(config.prepare), *_pairs(config)]
+
+
+def _pairs(config: Config) -> list[str]:
+    """Preference pairs go with an objective that compares answers, and with no other."""
+    name, reads_pairs = config.objective.name, config.objective.reads_pairs
+    return [
+        f"data.{source}.kind={each.kind} with objective={name}; it compares the answers of preference pairs; set "
+        f"data.{source}.kind=preference, or another objective."
+        if reads_pairs
+        else f"data.{source}.kind=preference with objective={name}; it compares no answers, as those of "
+        "a pair are; set objective=dpo, or another objective of preferences, or "
+        f"'data.{source}.fields={{completion: chosen}}' with data.{source}.kind=chat to learn the chosen answers."
+        for source, each in config.data.items()
+        if reads_pairs != (each.kind == "preference")
+    ]
 
 
 def _targets(config: Config) -> list[str]:

@@ -19,6 +19,7 @@ FORMATS_OF_KIND = {
         "llama2",
         "human_assistant",
     ),
+    "preference": ("auto", "explicit_prompt", "implicit_prompt"),
 }
 """Values of `format` that each `kind` allows (data/reading/formats.py reads them)."""
 FORMATS = tuple(dict.fromkeys(name for formats in FORMATS_OF_KIND.values() for name in formats))
@@ -122,15 +123,18 @@ class DataSourceConfig:
     """Hub revision; null is the newest."""
     sample_path: str | None = place("input", default=None)
     """Shipped sample in the same schema, read when `data_size: sample`."""
-    kind: str = choice("text", "chat")
-    """`text`: the loss covers every token. `chat`: the loss covers assistant turns only."""
+    kind: str = choice("text", "chat", "preference")
+    """`text`: the loss covers every token. `chat`: the loss covers assistant turns only. `preference`: pairs of
+    a chosen and a rejected answer, of which the loss covers the last assistant turn; only an objective that compares
+    answers reads them."""
     format: str = choice(*FORMATS, default="auto")
     """How a row becomes a document; `auto` recognises it from the first row. `text`: field `text`. `messages`: list of
     role and content, or of from and value. `alternating`: field `data`, a list of strings, user first.
     `question_answer`: question and answer as they are written, or, where a row has two of the columns reasoning, topic,
     difficulty and case_citation, as the prompt and response of the UK-law recipe. `instruction`: instruction, input,
     output. `prompt_completion`: prompt and completion, each a string or a list of turns. `llama2`: field `text` with
-    [INST] marks. `human_assistant`: field `text` with ### Human and ### Assistant marks."""
+    [INST] marks. `human_assistant`: field `text` with ### Human and ### Assistant marks. `explicit_prompt`: a prompt
+    and the answers chosen and rejected. `implicit_prompt`: chosen and rejected, two conversations that begin alike."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the format's fields in the file, where they differ: `{text: body}`. Beside those of its format a
     conversation may have `system`, `history`, `tools` and `reasoning`. An empty name leaves a field of the file unread:
@@ -161,7 +165,8 @@ class DataSourceConfig:
     """Share of documents held out for task=evaluate, never seen in training; chosen in the same way."""
     split_by: str = FIRST_TURN
     """Property whose equal values keep documents in the same split. `first_turn`: the first user turn of a
-    conversation, so that no held-out question is trained on with another answer; each text is independent. `document`:
+    conversation, so that no held-out question is trained on with another answer, or the whole prompt of a pair; each
+    text is independent. `document`:
     every document is independent. Otherwise a field of the rows, such as `message_tree_id`."""
     prompt: str | None = None
     """Sample prompt for models trained on this source, unless `sample.prompt` is set; null asks in English."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from tpu_experiments.config.data_schema import DOCUMENT, FIRST_TURN, FORMATS_OF_KIND, DataSourceConfig
@@ -34,6 +35,10 @@ class Document:
     """The tools offered to the assistant, as a JSON list."""
     label: str | None = None
     """What a text is classified as; None where it is not."""
+    rejected: "Document | None" = None
+    """Of a preference pair, whose chosen conversation the document is, the rejected one."""
+    scores: tuple[float, float] | None = None
+    """Of a pair, the scores of the chosen and of the rejected answer, by which it was made; no part of the content."""
     unread: tuple[str, ...] = ()
     """Names of the row's fields that were not read, such as `source` or `messages[].score`; no part of the content."""
 
@@ -66,8 +71,17 @@ class Document:
         """All of the document but its id, for hashing."""
         if self.text is not None:
             return self.text
+        if self.rejected is not None:
+            return json.dumps([replace(self, rejected=None).content, self.rejected.content])
         beside = (self.extras, self.tools, self.context)
         return json.dumps([self.messages, *beside] if any(beside) else self.messages)
+
+    @property
+    def prompt(self) -> tuple[tuple[str, str], ...]:
+        """The turns that the two conversations of a pair begin with."""
+        sides = (self.messages or (), self.rejected.messages or () if self.rejected is not None else ())
+        pairs = takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False))
+        return tuple(turn for turn, _ in pairs)[: min(map(len, sides)) - 1]
 
     @property
     def reasoning(self) -> dict[int, str]:
@@ -105,6 +119,7 @@ class Refused:
 
 
 TEXT_SHOWN = 200
+SAME_ANSWERS = "has the same answer as chosen and rejected, so that there is nothing to prefer; remove the row."
 
 
 def beginning(text: str) -> str:

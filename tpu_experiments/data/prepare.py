@@ -160,9 +160,9 @@ def length_to_hold(lengths_D: NDArray[np.int64], *, kind: str) -> int | None:
     """
     if not len(lengths_D):
         return None
-    share = 99 if kind == "chat" else 95
+    share = 95 if kind == "text" else 99
     row = int(np.percentile(lengths_D, share, method="inverted_cdf"))
-    if kind == "chat":
+    if kind != "text":
         longer = np.sort(lengths_D[lengths_D > row])
         # With rows of longer[i] tokens, longer[i + 1:] have this many tokens beyond their row.
         beyond = np.append(np.cumsum(longer[::-1])[::-1][1:], 0) - longer * np.arange(len(longer))[::-1]
@@ -195,7 +195,7 @@ def _each_tokenized(
 def _check(spec: SourceSpec, *, source: DataSourceConfig, preparation: Preparation) -> None:
     """Require that a source's rules are for its kind, and that the tokenizer can render its conversations."""
     check_rules(source.clean, source=spec.name, kind=spec.kind)
-    if spec.kind == "chat":
+    if spec.kind != "text":
         require_chat_template(preparation.tokenizer, source=spec.name)
 
 
@@ -395,7 +395,7 @@ def _described(tokens: TokenizedSource, *, seq_len: int, preparation: Preparatio
         "pad_id": pad_id(preparation.tokenizer),
         "tokenizer": shown_path(path),
         "tokenizer_hash": tokenizer_hash(preparation.tokenizer),
-        "template_hash": template_hash(preparation.tokenizer) if tokens.spec.kind == "chat" else "none",
+        "template_hash": template_hash(preparation.tokenizer) if tokens.spec.kind != "text" else "none",
     }
 
 
@@ -448,7 +448,7 @@ def _pack_windows(
         long_documents=preparation.settings.long_documents,
         pad_id=pad_id(preparation.tokenizer),
         vocab_size=1 + max(preparation.tokenizer.get_vocab().values()),
-        is_chat=tokens.spec.kind == "chat",
+        kind=tokens.spec.kind,
         labelling=labelling,
         arrays=preparation.arrays,
     )
@@ -481,7 +481,7 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
             f"{tokens.spec.path}."
         )
     if eval_fraction and not splits["evaluation"]["rows"]:
-        is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
+        is_by_turn = source.split_by == FIRST_TURN and source.kind != "text"
         alike = f"set {key}.split_by=document if many begin with the same question, " if is_by_turn else ""
         raise ConfigError(
             f"{key}.eval_fraction={eval_fraction}; no row was held out ({read}); raise it, name held-out ones "

@@ -91,7 +91,7 @@ PAIRS = [
 def test_preference_pairs_are_read_only_where_a_key_says_which(tmp_path, row, fields, kind):
     (field,) = fields
     sentence = complaint(tmp_path, [row], kind=kind)
-    assert "its rows are preference pairs (chosen and rejected answers), and training on preferences" in sentence
+    assert "its rows are preference pairs (chosen and rejected answers); data.x.kind=preference" in sentence
     assert f"'data.x.fields={{{field}: chosen}}' with data.x.kind={kind} reads the chosen ones" in sentence
     path = written(tmp_path, "pairs.jsonl", json.dumps(row) + "\n")
     [document] = read(path, kind=kind, format="auto", fields=fields)

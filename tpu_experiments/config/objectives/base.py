@@ -25,7 +25,7 @@ class ObjectiveConfig:
     reads_labels: ClassVar[bool] = False
     """Whether a text comes with a label (`data.<name>.label_field`)."""
     reads_pairs: ClassVar[bool] = False
-    """Whether it learns from pairs, chosen and rejected, of `kind: preference` sources."""
+    """Whether it compares the two answers of preference pairs (`data.<name>.kind=preference`)."""
     counts_flops: ClassVar[bool] = True
     """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
     why_alone: ClassVar[str | None] = None

@@ -84,7 +84,7 @@ def check_rules(rules: CleanConfig, *, source: str, kind: str) -> None:
             f"{key}.min_chars={rules.min_chars}; it is more than {key}.max_chars={rules.max_chars}, so that no text "
             "is kept; lower it."
         )
-    if rules.scope == "paragraph" and kind == "chat":
+    if rules.scope == "paragraph" and kind != "text":
         raise ConfigError(
             f"{key}.scope=paragraph; {source} gives conversations, of which no part is left out; set "
             f"{key}.scope=document."
@@ -121,6 +121,8 @@ class Cleaner:
         """Return the cleaned document, or the reason that it is left out."""
         if document.is_empty:
             return Refused("empty", document.place, "has no text.", is_bad_row=False)
+        if document.rejected is not None:
+            return self._pair(document, rejected=document.rejected)
         if document.messages is not None:
             return self._conversation(document, messages=document.messages)
         (text,) = self._rewritten([document.text or ""])
@@ -128,6 +130,17 @@ class Cleaner:
             return self._paragraphs(document, text=text)
         broken = self._broken(text) or self._foreign(text)
         return _refused(document, broken) if broken else _with_text(document, text)
+
+    def _pair(self, document: Document, *, rejected: Document) -> Document | Refused:
+        """Clean both conversations of a preference pair, which counts as one document changed."""
+        before = Counter(self.changes)
+        sides = [self.clean(side) for side in (replace(document, rejected=None), rejected)]
+        self.changes = before + Counter(set(self.changes - before))
+        for side in sides:
+            if isinstance(side, Refused):
+                return side
+        chosen, other = (side for side in sides if isinstance(side, Document))
+        return replace(chosen, rejected=other)
 
     def _conversation(self, document: Document, *, messages: tuple[tuple[str, str], ...]) -> Document | Refused:
         reasoning = document.reasoning

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +65,12 @@ def exact_key(document: Document) -> bytes:
 def prompt_key(document: Document) -> bytes:
     """Return 8 bytes, equal for conversations whose first user turns have the same words.
 
-    Computed over the whole document where there is no user turn.
+    Computed over the whole document where there is no user turn. Of preference pairs it is equal where the whole
+    prompts have the same words, whatever the system text.
     """
+    if document.rejected is not None:
+        turns = (f"{role}\x1f{_normal(content)}" for role, content in document.prompt if role != "system")
+        return hashlib.blake2b("\x1e".join(turns).encode(), digest_size=8).digest()
     prompts = (content for role, content in document.messages or () if role == "user")
     prompt = next(prompts, None)
     text = _content(document) if prompt is None else _normal(prompt)
@@ -85,6 +90,8 @@ def _normal(text: str) -> str:
 def _content(document: Document) -> str:
     if document.messages is None:
         return _normal(document.text or "")
+    if document.rejected is not None:
+        return f"{_content(replace(document, rejected=None))}\x1d{_content(document.rejected)}"
     # str.split treats the two separators as blanks, so no normalised text contains one.
     turns = [f"{role}\x1f{_normal(content)}" for role, content in document.messages]
     return "\x1e".join([*turns, *map(_normal, document.extras), *([_normal(document.tools)] if document.tools else [])])
@@ -103,13 +110,19 @@ class Signer:
         """Return (D, 128) signatures of D documents; roles are ignored."""
         signatures_DP = np.empty((len(documents), NUM_PERMUTATIONS), np.uint32)
         for row, document in enumerate(documents):
-            contents = [content for _, content in document.messages or ()] or [document.text or ""]
-            grams = _gram_hashes(" ".join([*contents, *document.extras])).tolist()
+            halves = [document] if document.rejected is None else [document, document.rejected]
+            contents = [text for half in halves for text in _texts(half)]
+            grams = _gram_hashes(" ".join(contents)).tolist()
             sketch = self._empty.copy()
             for start in range(0, len(grams), GRAMS_AT_ONCE):
                 sketch.update_batch(grams[start : start + GRAMS_AT_ONCE])
             signatures_DP[row] = sketch.hashvalues
         return signatures_DP
+
+
+def _texts(document: Document) -> list[str]:
+    contents = [content for _, content in document.messages or ()] or [document.text or ""]
+    return [*contents, *document.extras]
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:

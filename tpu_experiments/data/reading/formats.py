@@ -10,6 +10,7 @@ instruction        `instruction`, `input` or `context`, `output` or `response`
 prompt_completion  `prompt` and `completion`, each a string or a list of turns
 llama2             field `text` with [INST] marks
 human_assistant    field `text` with ### Human: and ### Assistant: marks
+explicit_prompt, implicit_prompt   preference pairs (pairs.py)
 
 Beside the fields of its format a conversation is read with the row's system text, earlier turns, tools and reasoning
 (names.py). A field that changes the meaning and cannot be kept refuses the row. All others are named in
@@ -18,11 +19,12 @@ Beside the fields of its format a conversation is read with the row's system tex
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.data_schema import FORMATS_OF_KIND
 from tpu_experiments.config.errors import suggest
-from tpu_experiments.data.documents import Document, Refused, SourceSpec
+from tpu_experiments.data.documents import SAME_ANSWERS, Document, Refused, SourceSpec
 from tpu_experiments.data.reading.fields import (
     BadRow,
     Fields,
@@ -35,6 +37,13 @@ from tpu_experiments.data.reading.fields import (
 from tpu_experiments.data.reading.locations import JSON_SUFFIXES, suffixes_of
 from tpu_experiments.data.reading.marked_texts import turns_of_human_assistant, turns_of_llama2
 from tpu_experiments.data.reading.names import ROLES, meaning_in_row, normal
+from tpu_experiments.data.reading.pairs import (
+    FIELDS_OF_PAIRS,
+    OPTIONAL_OF_PAIRS,
+    empty_answer,
+    scores_of,
+    turns_of_pair,
+)
 from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
 from tpu_experiments.data.reading.strict_objects import StrictDecoder
 from tpu_experiments.data.reading.tools import tools_of
@@ -49,6 +58,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt",), ("completion",)),
     "llama2": (("text",),),
     "human_assistant": (("text",),),
+    **FIELDS_OF_PAIRS,
 }
 """Required fields of each format; of alternative names, one is enough."""
 RECIPE = ("topic", "difficulty", "reasoning", "case_citation")
@@ -58,6 +68,7 @@ ABOUT = ("input", "context")
 OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "question_answer": (*RECIPE, *ABOUT),
     "instruction": ABOUT,
+    **dict.fromkeys(FIELDS_OF_PAIRS, OPTIONAL_OF_PAIRS),
 }
 FIELDS_OF_CHATS = ("system", "history", "tools", "reasoning")
 """Names under which `fields` of the config gives what every conversation may have beside its format's fields."""
@@ -95,24 +106,35 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             unread = _unread(record, spec)
             return Document(identity, text=text, place=row.place, group=group, label=label, unread=unread)
         inner: set[str] = set()
+        if spec.kind == "preference":
+            (chosen, rejected), tools = _pair(record, spec, unread=inner)
+            scores = scores_of(record)
+            pair = _chat(chosen, tools, identity=identity, place=row.place)
+            other = _chat(rejected, tools, identity=identity, place=row.place)
+            unread = _unread(record, spec, inner)
+            return replace(pair, group=group, rejected=other, scores=scores, unread=unread)
         turns, tools = _conversation(record, spec, unread=inner)
         turns = _answered(turns)
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
-        extras = tuple(turn.extra(number=number) for number, turn in enumerate(turns, start=1))
-        return Document(
-            identity,
-            messages=tuple((turn.role, turn.content) for turn in turns),
-            place=row.place,
-            group=group,
-            context=tuple(number for number, turn in enumerate(turns) if turn.is_context),
-            extras=extras if any(extras) else (),
-            tools=encodable(json.dumps(tools, ensure_ascii=False), name="tools") if tools else "",
-            unread=_unread(record, spec, inner),
-        )
+        document = _chat(turns, tools, identity=identity, place=row.place)
+        return replace(document, group=group, unread=_unread(record, spec, inner))
     except BadRow as error:
         message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates
         return Refused(error.reason, row.place, message)
+
+
+def _chat(turns: list[Turn], tools: list[Any], *, identity: str, place: str) -> Document:
+    """Return a conversation of these turns."""
+    extras = tuple(turn.extra(number=number) for number, turn in enumerate(turns, start=1))
+    return Document(
+        identity,
+        messages=tuple((turn.role, turn.content) for turn in turns),
+        place=place,
+        context=tuple(number for number, turn in enumerate(turns) if turn.is_context),
+        extras=extras if any(extras) else (),
+        tools=encodable(json.dumps(tools, ensure_ascii=False), name="tools") if tools else "",
+    )
 
 
 def _unread(record: Record, spec: SourceSpec, inner: Collection[str] = ()) -> tuple[str, ...]:
@@ -192,7 +214,7 @@ def _is_value(value: Any, wanted: Any) -> bool:
 
 def _require_known_meaning(record: Record, spec: SourceSpec) -> None:
     """Raise for a field that changes what the row means and cannot be kept."""
-    names, is_chat = list(record.names()), spec.kind == "chat"
+    names, is_chat = list(record.names()), spec.kind != "text"
     letters = [name for name in names if name in ("A", "B", "C", "D")]
     for name in names:
         meaning, value = meaning_in_row(name), record.fields[name]
@@ -211,7 +233,7 @@ def _require_known_meaning(record: Record, spec: SourceSpec) -> None:
                 "template_settings",
                 f"has settings of the chat template in {name!r}, which are not handed to it; remove them, {unread}",
             )
-        if is_chat and meaning == "preference" and isinstance(value, bool) and name not in spec.keep:
+        if spec.kind == "chat" and meaning == "preference" and isinstance(value, bool) and name not in spec.keep:
             raise BadRow(
                 "preference",
                 f"has a {name} that says whether its answer is a good one, and training on preferences is not there "
@@ -268,15 +290,52 @@ def _conversation(record: Record, spec: SourceSpec, *, unread: set[str]) -> tupl
         answer = turns[-1] if turns and turns[-1].role == "assistant" else None
         if answer is not None and not answer.reasoning:
             answer.reasoning = reasoning_of(record, where="the row")
-        found = record.find_all("history", is_meant=lambda name: meaning_in_row(name) == "history")
-        if found is not None and not is_empty(found[1]):
-            earlier = pairs_of(found[1], unread=unread, path=found[0])
-            for turn in earlier if spec.format == "prompt_completion" else []:  # where the loss covers the completion
-                turn.is_context = turn.role == "assistant"
-            place = 1 if turns and turns[0].role == "system" else 0
-            turns = [*turns[:place], *earlier, *turns[place:]]
+        turns = _with_history(record, turns, spec=spec, unread=unread)
     _add_system(record, turns, spec=spec)
     return turns, _tools(record, turns)
+
+
+def _pair(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[list[Turn]], list[Any]]:
+    """Return the turns of the chosen and of the rejected conversation, and the tools that the row offers.
+
+    Of the answers only the last is learnt. Turns after it are dropped, as in conversations.
+
+    Raises:
+        BadRow: an answer is empty, both are the same, or a turn of the prompt is not there.
+    """
+    prompt, *answers = turns_of_pair(record, spec=spec, unread=unread)
+    if spec.format == "explicit_prompt":
+        prompt = _with_history(record, prompt, spec=spec, unread=unread)
+    _add_system(record, prompt, spec=spec)
+    tools = _tools(record, prompt)
+    if not any(turn.role in ("user", "tool") for turn in prompt):
+        raise BadRow("no_prompt", "has no prompt, a turn of the user that both answers follow; mend or remove the row.")
+    sides = []
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        while answer and answer[-1].role != "assistant":
+            answer = answer[:-1]
+        last = answer[-1] if answer else Turn("assistant", "")
+        if not (last.content.strip() or last.calls or last.reasoning):
+            raise empty_answer(spec.fields.get(name, name))
+        turns = [*prompt, *answer]
+        sides.append(
+            [replace(t, is_context=t.role == "assistant") for t in turns[:-1]] + [replace(last, is_context=False)]
+        )
+    if sides[0] == sides[1]:
+        raise BadRow("same_answers", SAME_ANSWERS)
+    return sides, tools
+
+
+def _with_history(record: Record, turns: list[Turn], *, spec: SourceSpec, unread: set[str]) -> list[Turn]:
+    """Return a row's turns with its earlier turns before them, behind the system turn."""
+    found = record.find_all("history", is_meant=lambda name: meaning_in_row(name) == "history")
+    if found is None or is_empty(found[1]):
+        return turns
+    earlier = pairs_of(found[1], unread=unread, path=found[0])
+    for turn in earlier if spec.format == "prompt_completion" else []:  # where the loss covers the completion
+        turn.is_context = turn.role == "assistant"
+    place = 1 if turns and turns[0].role == "system" else 0
+    return [*turns[:place], *earlier, *turns[place:]]
 
 
 def _add_system(record: Record, turns: list[Turn], *, spec: SourceSpec) -> None:

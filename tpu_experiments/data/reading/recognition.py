@@ -14,10 +14,13 @@ from tpu_experiments.data.reading.formats import (
     OPTIONAL_FIELDS,
     own_fields,
 )
+from tpu_experiments.data.reading.pairs import format_of_pair
 from tpu_experiments.data.reading.raw_rows import RawRow
 
 NUM_ROWS_SEEN = 20
 MAX_ROWS_TRIED = 1000
+NAMES_SHOWN = 12
+FOUND = {"text": "plain text", "chat": "conversations"}
 
 
 def recognise(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> SourceSpec:
@@ -33,7 +36,7 @@ def recognise(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> SourceSp
     if spec.format == "auto":
         spec = _recognised(_first_fields(rows, spec=spec), spec=spec)
     known = {"id", *OPTIONAL_FIELDS.get(spec.format, ())}.union(*FIELDS_OF_FORMAT[spec.format])
-    known |= set(FIELDS_OF_CHATS) if spec.kind == "chat" else set()
+    known |= set(FIELDS_OF_CHATS) if spec.kind != "text" else set()
     unknown = [name for name, own in spec.fields.items() if name not in known and own]
     if unknown:
         raise ConfigError(
@@ -62,7 +65,8 @@ def _first_fields(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> list
 
 
 def _recognised(seen: list[Record], *, spec: SourceSpec) -> SourceSpec:
-    _refuse_preferences(seen, spec=spec)
+    if spec.kind != "preference":
+        _refuse_preferences(seen, spec=spec)
     found = _formats_of(seen, kind=spec.kind)
     if len(found) == 1:
         return replace(spec, format=found[0])
@@ -75,7 +79,9 @@ def _recognised(seen: list[Record], *, spec: SourceSpec) -> SourceSpec:
     column = _only_column(seen) if spec.kind == "text" else None
     if column is not None:
         return replace(spec, format="text", fields={**spec.fields, "text": column})
-    other = "text" if spec.kind == "chat" else "chat"
+    other = "chat" if spec.kind == "text" else "text"
+    if spec.kind == "preference":
+        raise _no_pairs(seen, spec=spec)
     loose = next((name for record in seen if (name := _format_by_names(record, kind=spec.kind)) is not None), None)
     if loose is not None:  # of other types; the reader names them row by row
         return replace(spec, format=loose)
@@ -91,6 +97,28 @@ def _recognised(seen: list[Record], *, spec: SourceSpec) -> SourceSpec:
         f"format; set data.{spec.name}.format= to one of {choices}, and data.{spec.name}.fields= where its fields have "
         "other names here, such as {text: body}."
     )
+
+
+def _no_pairs(seen: list[Record], *, spec: SourceSpec) -> ConfigError:
+    """Return the error for rows that are no pairs, with what the first one holds."""
+    held = ", ".join(f"{name} ({_shape_of(value)})" for name, value in list(seen[0].fields.items())[:NAMES_SHOWN])
+    kinds = [kind for kind in ("chat", "text") if _formats_of(seen, kind=kind)]
+    other = f" They are {FOUND[kinds[0]]}: data.{spec.name}.kind={kinds[0]} reads them." if kinds else ""
+    return ConfigError(
+        f"data.{spec.name}.kind=preference; the rows of {spec.path} are no pairs of a chosen and a rejected answer, "
+        f"they have {held}; a pair is chosen and rejected, two strings or turns beside a prompt, or two conversations "
+        f"that begin alike; name the fields: 'data.{spec.name}.fields={{prompt: A, chosen: B, rejected: C}}'."
+        f"{other}"
+    )
+
+
+def _shape_of(value: object) -> str:
+    """Return what a field holds, for an error: `str`, `list of dict with role, content`."""
+    value = list_from_json(value)
+    if isinstance(value, list) and value:
+        first = value[0]
+        return f"list of {type(first).__name__}" + (f" with {names_of(first)}" if isinstance(first, dict) else "")
+    return f"dict with {names_of(value)}" if isinstance(value, dict) else type(value).__name__
 
 
 def _refuse_preferences(seen: list[Record], *, spec: SourceSpec) -> None:
@@ -111,8 +139,8 @@ def _refuse_preferences(seen: list[Record], *, spec: SourceSpec) -> None:
     if isinstance(chosen, dict):  # the last turn alone, as LLaMA-Factory has it
         remedy = "add the chosen turn to its conversation and remove both fields"
     raise ConfigError(
-        f"{spec.key}; its rows are preference pairs (chosen and rejected answers), and training on preferences is not "
-        f"there yet; {remedy}, data.{spec.name}.format= another field of the rows."
+        f"{spec.key}; its rows are preference pairs (chosen and rejected answers); data.{spec.name}.kind=preference "
+        f"with objective=dpo learns what is preferred; {remedy}, data.{spec.name}.format= another field of the rows."
     )
 
 
@@ -125,6 +153,8 @@ def _format_of(record: Record, *, kind: str) -> str | None:
     text = record.peek("text")
     if kind == "text":
         return "text" if isinstance(text, str) else None
+    if kind == "preference":
+        return format_of_pair(record)
     turns, data = (list_from_json(record.peek(*names)) for names in (*FIELDS_OF_FORMAT["messages"], ("data",)))
     if isinstance(turns, list):
         return "messages"

@@ -39,7 +39,13 @@ from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.steps.notices import Arrays, notices_of
 from tpu_experiments.data.steps.pack import flatten
-from tpu_experiments.data.tokens.tokenize import ByteTokenizer, DocumentTokenizer, Tokens, tokenize_apart
+from tpu_experiments.data.tokens.tokenize import (
+    ByteTokenizer,
+    DocumentTokenizer,
+    Tokens,
+    tokenize_apart,
+    tokenize_pairs,
+)
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_seal, require_sha256, sealed
 
@@ -182,7 +188,11 @@ class BlockMaker:
     def __init__(self, settings: BlockSettings) -> None:
         self.settings = settings
         self.cleaner = Cleaner(settings.clean)
-        self.tokenizer = ByteTokenizer() if settings.tokenizer is None else DocumentTokenizer(settings.tokenizer)
+        self.tokenizer = (
+            ByteTokenizer()
+            if settings.tokenizer is None
+            else DocumentTokenizer(settings.tokenizer, marks_prompts=settings.spec.kind == "preference")
+        )
         self.signer = Signer() if settings.is_signed else None
         self.not_read: Counter[str] = Counter()
         """Rows of the block with each field that was not read."""
@@ -203,7 +213,11 @@ class BlockMaker:
         refused: list[Refused] = []
         documents = _collect_refused((self._document(item) for item in block.items), refused)
         made: list[tuple[Document, Tokens]] = []
-        tokenized = tokenize_apart(documents, tokenizer=self.tokenizer, rewritten=self.settings.spec.rewritten_answers)
+        spec = self.settings.spec
+        if spec.kind == "preference":
+            tokenized = tokenize_pairs(documents, tokenizer=self.tokenizer)
+        else:
+            tokenized = tokenize_apart(documents, tokenizer=self.tokenizer, rewritten=spec.rewritten_answers)
         for document, tokens in tokenized:
             if isinstance(tokens, Refused):
                 refused.append(replace(tokens, text=document.beginning))
@@ -224,6 +238,9 @@ class BlockMaker:
         if isinstance(document, Document) and document.label is None and self.settings.spec.label_field is not None:
             message = "has no `label`, which a reader of your own sets for objective=classify."
             document = Refused("no_label", document.place or document.id, message)
+        if isinstance(document, Document) and (document.rejected is None) == (self.settings.spec.kind == "preference"):
+            message = "is no pair (`rejected`), which a reader of your own sets with kind=preference, and only there."
+            document = Refused("no_pair", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
         read = item
@@ -474,6 +491,8 @@ def _collect_refused(items: Iterable[Document | Refused], refused: list[Refused]
 
 
 def _characters(document: Document) -> int:
+    if document.rejected is not None:
+        return _characters(replace(document, rejected=None)) + _characters(document.rejected)
     if document.messages is not None:
         return sum(len(content) for _, content in document.messages)
     return len(document.text or "")

@@ -27,6 +27,9 @@ VERSION = 3
 CHAT_VERSION = 4
 """Incremented when the same row gives another conversation, other tokens, or another loss mask."""
 
+PAIR_VERSION = 1
+"""Incremented when the same row gives another preference pair, or other tokens of it."""
+
 RECOGNITION = 2
 """Incremented when `format: auto` recognises the same rows as another format."""
 
@@ -34,7 +37,7 @@ _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
 """Values of `duplicates.exact` as they are hashed: `folded` was once the only rule and called `drop`; its folders stay
 valid."""
 
-_LATER = ("context", "extras", "tools", "label")
+_LATER = ("context", "extras", "tools", "label", "rejected", "scores")
 """Fields added to `Document` later; they are hashed only where set, so that older keys stay valid."""
 
 REMEMBERED_BYTES = 64 * 2**20  # larger files are rehashed only when size or mtime change; hashing this much takes 0.1 s
@@ -69,9 +72,10 @@ def tokens_key(
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             **({} if spec.label_field is None else {"label_field": spec.label_field}),
             "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
-            "template": template_hash(tokenizer) if tokenizer is not None and spec.kind == "chat" else None,
+            "template": template_hash(tokenizer) if tokenizer is not None and spec.kind != "text" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
-            **({"chat": CHAT_VERSION} if spec.kind == "chat" else {}),
+            **({"chat": CHAT_VERSION} if spec.kind != "text" else {}),
+            **({"pairs": PAIR_VERSION} if spec.kind == "preference" else {}),
             **({} if spec.rewritten_answers == "split" else {"rewritten_answers": spec.rewritten_answers}),
             **({"ends": list(text_ends(tokenizer))} if _has_ends_of_bert(tokenizer, spec=spec) else {}),
         }
@@ -129,7 +133,7 @@ def content_of_documents(read: Callable[[], Iterator[Document | Refused]]) -> li
         # Later fields count only where set, so that data prepared before they existed is still found.
         later = _LATER if isinstance(document, Document) else ("text",)
         known = {name: v for name, v in vars(document).items() if name != "unread" and (name not in later or v)}
-        digest.update(json.dumps(known, ensure_ascii=False).encode(errors="surrogatepass"))
+        digest.update(json.dumps(known, ensure_ascii=False, default=vars).encode(errors="surrogatepass"))
     return [digest.hexdigest()]
 
 

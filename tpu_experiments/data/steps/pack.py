@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.tokens.lengths import split_points, truncate
-from tpu_experiments.data.tokens.tokenize import CUT, LEARN, Tokens
+from tpu_experiments.data.tokens.tokenize import CUT, LEARN, SECOND, Tokens
 
 Index = NDArray[np.int64]
 SMALLEST_SHARE = 16  # smallest piece is 1/16 of a row; a shorter one has too little context to learn from
@@ -203,9 +203,39 @@ def pack(
         placed = fill_gaps(placed, is_split_D=flat.lengths_D > seq_len, seq_len=seq_len)
         learn_L[placed.start_P] = False
     counts["supervised_without_prompt"] = _without_prompt(flat, learn_L, placed=placed)
+    placed = _halved(placed, second=np.flatnonzero(flat.flags_L & SECOND))
+    learn_L[placed.start_P] = False
     rows = padding(placed.num_rows, seq_len=seq_len, pad_id=pad_id, like=flat.more)
     _fill(rows, {"ids": flat.ids_L, "learn": learn_L, **flat.more}, placed=placed)
     return Packed(rows, kept_D, learn_L & _placed(placed, num_tokens=len(learn_L)), counts)
+
+
+def _halved(placed: Placed, *, second: Index) -> Placed:
+    """Return the pieces with each pair in two, so that its conversations are two segments beside each other.
+
+    A row of pairs then has the segments 1, 2, 3, 4, ...: an odd one is chosen, the even one behind it the rejected
+    one of the same pair. A pair is a piece of its own, never split.
+
+    Args:
+        second: tokens with `SECOND`, in order, none of them the first of a piece.
+    """
+    if not len(second):
+        return placed
+    order = np.argsort(placed.start_P)
+    at = order[np.searchsorted(placed.start_P[order], second, side="right") - 1]
+    is_inside = second < (placed.start_P + placed.length_P)[at]  # pairs that no row holds have no piece
+    at, second = at[is_inside], second[is_inside]
+    first_length = second - placed.start_P[at]
+    length_P = placed.length_P.copy()
+    length_P[at] = first_length
+    return Placed(
+        start_P=np.concatenate([placed.start_P, second]),
+        length_P=np.concatenate([length_P, placed.length_P[at] - first_length]),
+        document_P=np.concatenate([placed.document_P, placed.document_P[at]]),
+        row_P=np.concatenate([placed.row_P, placed.row_P[at]]),
+        column_P=np.concatenate([placed.column_P, placed.column_P[at] + first_length]),
+        num_rows=placed.num_rows,
+    )
 
 
 def _placed(placed: Placed, *, num_tokens: int) -> NDArray[np.bool_]:

@@ -113,7 +113,7 @@ def _groups(keys: Keys, *, source: DataSourceConfig) -> NDArray[np.uint64]:
     """Return the hash (D,) that decides each document's split, the same in every source."""
     if keys.groups_D is not None:
         return keys.groups_D
-    is_by_turn = source.split_by == FIRST_TURN and source.kind == "chat"
+    is_by_turn = source.split_by == FIRST_TURN and source.kind != "text"
     return keys.prompts_D if is_by_turn else keys.content_D2[:, 0]
 
 

@@ -19,6 +19,7 @@ from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
 from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
+from tpu_experiments.data.steps.pairs import cut_prompts
 from tpu_experiments.data.store.shards import arrays_entry, damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.storage import paths
@@ -64,7 +65,7 @@ class WindowSettings:
     long_documents: str
     pad_id: int
     vocab_size: int
-    is_chat: bool = False
+    kind: str = "text"
     labelling: Labelling | None = None
     arrays: tuple[Array, ...] = ()
     """Further arrays of the rows."""
@@ -147,6 +148,10 @@ class WindowMaker:
         flat, labelling = self._read(window), settings.labelling
         lengths_D = flat.lengths_D
         cut: dict[str, int] = {}
+        long_documents = settings.long_documents
+        if settings.kind == "preference":
+            flat, cut = cut_prompts(flat, max_tokens=settings.seq_len) if long_documents != "drop" else (flat, {})
+            long_documents = "drop"
         if labelling is not None and settings.long_documents != "drop":
             flat, cut = cut_texts(flat, max_tokens=settings.seq_len, num_closing=labelling.num_closing)
         packed = pack(
@@ -154,17 +159,17 @@ class WindowMaker:
             seq_len=settings.seq_len,
             pad_id=settings.pad_id,
             packing=settings.packing,
-            long_documents=settings.long_documents,
+            long_documents=long_documents,
         )
         packed.counts.update(cut)
-        if not settings.is_chat:
+        if settings.kind != "chat":
             del packed.counts[WITHOUT_PROMPT]  # a text has no prompt
         shard = None
         if packed.rows.num_rows:
             name = f"{window.split}/{window.number:05d}.npy"
             written = write_shard(paths.join(settings.folder, name), packed.rows, dtype=self.dtype)
             shard = {**written, "name": name}
-        too_long = (lengths_D > settings.seq_len) & (settings.long_documents == "drop")
+        too_long = (lengths_D > settings.seq_len) & (long_documents == "drop")
         return {
             "split": window.split,
             "shard": shard,

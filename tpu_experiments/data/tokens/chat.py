@@ -52,6 +52,8 @@ class RenderedChat:
     """Starts of user and system turns that follow an answer."""
     faults: dict[int, str] = field(default_factory=dict)
     """By number of an answer, why it cannot be learnt from this text: `ends ...`, `is rendered ...`."""
+    asked: list[tuple[int, int]] = field(default_factory=list, compare=False)
+    """(begin, end) of what each user turn says; empty where the structure of the template does not tell."""
 
 
 class TemplateRefusal(Exception):
@@ -471,7 +473,12 @@ class _Structure:
             if answer.is_cut:
                 cuts.append(end)
         faults = {number: answer.fault for number, answer in enumerate(self.answers) if answer.fault}
-        return RenderedChat(text, spans, cuts, faults)
+        asked = [
+            (end - len(trim(content)), end)
+            for (role, content), trim, end in zip(messages, self.trims, ends[1:], strict=True)
+            if role == "user"
+        ]
+        return RenderedChat(text, spans, cuts, faults, asked)
 
 
 class ChatRenderer:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.data.documents import Document, Refused
+from tpu_experiments.data.documents import SAME_ANSWERS, Document, Refused
 from tpu_experiments.data.tokens.chat import (
     ChatRenderer,
     Messages,
@@ -104,7 +104,8 @@ class ControlTokens:
         answers = [(moved(begin), moved(end)) for begin, end in rendered.answers]
         encoding = self._plain().encode(text, add_special_tokens=False)
         ids = [self._id_of.get(token_id, token_id) for token_id in encoding.ids]
-        return ids, encoding, RenderedChat(text, answers, [moved(cut) for cut in rendered.cuts])
+        asked = [(moved(begin), moved(end)) for begin, end in rendered.asked]
+        return ids, encoding, RenderedChat(text, answers, [moved(cut) for cut in rendered.cuts], asked=asked)
 
     def _plain(self) -> Tokenizer:
         """Return a copy of the tokenizer that reads special tokens as text, with a secret stand-in for each."""
@@ -124,8 +125,9 @@ class ControlTokens:
         return self._backend
 
 
-LEARN, CUT = 1, 2
-"""Flags of a token: it is trained on; a piece may begin here, at a user or system turn after an answer."""
+LEARN, CUT, SECOND, BODY = 1, 2, 4, 8
+"""Flags of a token: it is trained on; a piece may begin here, at a user or system turn after an answer; the rejected
+conversation of a pair begins here; in a pair's prompt, what a user turn says begins here, or the last has ended."""
 
 _CALL_CHARACTERS = 2**20
 """Characters per call of the tokenizer: an encoding with offsets takes some 150 bytes a token."""
@@ -133,7 +135,7 @@ _CALL_CHARACTERS = 2**20
 
 @dataclass(eq=False)
 class Tokens:
-    """One document of L tokens: ids, and the flags `LEARN` and `CUT` of each."""
+    """One document of L tokens: ids, and the flags of each; of a pair, those of both conversations, chosen first."""
 
     ids: NDArray[np.int32]
     flags: NDArray[np.uint8]
@@ -156,7 +158,9 @@ class DocumentTokenizer:
     One instance caches what it found out about the chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, marks_prompts: bool = False) -> None:
+        """Take a tokenizer; `marks_prompts` flags the turns of prompts with `BODY`."""
+        self._marks_prompts = marks_prompts
         self.counts: Counter[str] = Counter()
         """`special_tokens_in_text`: documents with strings of special tokens, which were read as plain text. For
         conversations, up to their last answer: `begins_with_answer`, documents; `blank_answer_not_learnt`,
@@ -256,7 +260,7 @@ class DocumentTokenizer:
         self.counts["blank_answer_not_learnt"] += sum(is_blank.values())
         self.counts["answer_as_context"] += sum(turn in document.context and not is_blank[turn] for turn in answers)
         spans = [span for span, learnt in zip(rendered.answers, is_learnt, strict=True) if learnt]
-        return RenderedChat(rendered.text, spans, rendered.cuts), {}
+        return RenderedChat(rendered.text, spans, rendered.cuts, asked=rendered.asked * self._marks_prompts), {}
 
     def _faulty(self, document: Document, faults: dict[int, str], *, num_turns: int) -> "Faulty":
         turn, fault = next(iter(faults.items()))
@@ -383,6 +387,34 @@ def _parts(document: Document, faulty: Sequence[int], *, rewritten: str) -> list
     ]
 
 
+def tokenize_pairs(
+    documents: Sequence[Document], *, tokenizer: "DocumentTokenizer | ByteTokenizer"
+) -> list[tuple[Document, Tokens | Refused]]:
+    """Tokenize preference pairs: the chosen conversation, and the rejected one from a token with `SECOND` on.
+
+    A pair is refused where one of the two is, and where both are the same.
+    """
+    halves = [half for document in documents for half in (replace(document, rejected=None), document.rejected)]
+    assert all(half is not None for half in halves), "a document of a preference source is a pair"
+    made = tokenizer.tokenize([half for half in halves if half is not None])
+    pairs = zip(documents, made[::2], made[1::2], strict=True)
+    return [(pair, _joined(chosen, rejected, place=_place(pair))) for pair, chosen, rejected in pairs]
+
+
+def _joined(chosen: Tokens | Refused, rejected: Tokens | Refused, *, place: str) -> Tokens | Refused:
+    for half in (chosen, rejected):
+        if isinstance(half, Refused):
+            return Refused(half.reason, half.place, half.message, half.is_bad_row)
+    assert isinstance(chosen, Tokens)
+    assert isinstance(rejected, Tokens)
+    if np.array_equal(chosen.ids, rejected.ids):
+        return Refused("same_answers", place, SAME_ANSWERS)
+    flags = np.concatenate([chosen.flags, rejected.flags])
+    flags[len(chosen.flags)] |= SECOND
+    has_empty_thought = chosen.has_empty_thought or rejected.has_empty_thought
+    return Tokens(np.concatenate([chosen.ids, rejected.ids]), flags, chosen.document_id, has_empty_thought)
+
+
 class ByteTokenizer:
     """Documents as their UTF-8 bytes, where no tokenizer exists yet; refuses what `DocumentTokenizer` would refuse.
 
@@ -429,6 +461,10 @@ def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> ND
             token += 1
         if token is not None and token < len(flags):
             flags[token] = CUT
+    for border in [*(begin for begin, _ in rendered.asked), *(end for _, end in rendered.asked[-1:])]:
+        token = _first_overlapping(encoding, begin=border, end=len(rendered.text))
+        if token is not None:
+            flags[token] |= BODY
     return flags
 
 

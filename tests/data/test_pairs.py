@@ -1,0 +1,307 @@
+"""Preference pairs from file to rows: tokens, the two segments of a pair, cut prompts, splits, duplicates, bad rows."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.data import trl_pairs
+from tests.data.preparing import all_rows, prepared, write_lines
+from tests.data.readers import read
+from tests.data.small_tokenizers import byte_level, with_template
+from tests.data.templates import QWEN25
+from tpu_experiments.config.data_schema import DataSourceConfig, DuplicatesConfig
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.documents import Document
+from tpu_experiments.data.steps.pack import flatten, pack
+from tpu_experiments.data.steps.pairs import cut_prompts
+from tpu_experiments.data.tokens.tokenize import LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
+
+WORDS = ["casa", "masa", "apa", "drum", "munte", "soare", "lună", "stea", "floare", "pădure"]
+
+
+def pair_source(path, **values):
+    return DataSourceConfig(path=str(path), kind="preference", **values)
+
+
+def pair_row(number, *, words=3, prompt=None):
+    """A pair of its own, with a prompt of so many words."""
+    generator = random.Random(number)
+    text = " ".join(generator.choices(WORDS, k=words))
+    return {
+        "prompt": f"Întrebarea {number}: {text}?" if prompt is None else prompt,
+        "chosen": f"Da, {number}.",
+        "rejected": f"Nu {number}, " + " ".join(generator.choices(WORDS, k=generator.randint(1, 9))) + ".",
+    }
+
+
+def tokens_of(documents, tokenizer):
+    made = [each for _, each in tokenize_pairs(documents, tokenizer=DocumentTokenizer(tokenizer, marks_prompts=True))]
+    assert all(isinstance(each, Tokens) for each in made), made
+    return made
+
+
+def documents_of(tmp_path, rows, **values):
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    documents = read(path, **({"kind": "preference", "format": "auto"} | values))
+    assert all(isinstance(each, Document) for each in documents), documents
+    return documents
+
+
+def halves(tokens):
+    """Ids and learnt of the chosen and of the rejected conversation."""
+    at = int(np.flatnonzero(tokens.flags & SECOND)[0])
+    learn = (tokens.flags & LEARN) > 0
+    return (tokens.ids[:at], learn[:at]), (tokens.ids[at:], learn[at:])
+
+
+@pytest.mark.parametrize("layout", trl_pairs.ROWS)
+def test_tokens_are_those_of_trl(tmp_path, tokenizer, layout):
+    """TRL also learns the line break behind the end of a turn, which no model generates."""
+    recorded = json.loads(trl_pairs.FILE.read_text())[layout]
+    documents = documents_of(tmp_path, trl_pairs.ROWS[layout], format=layout)
+    for tokens, theirs in zip(tokens_of(documents, tokenizer), recorded, strict=True):
+        for name, (ids, learn) in zip(("chosen", "rejected"), halves(tokens), strict=True):
+            answer = theirs[f"{name}_ids"]
+            assert ids.tolist() == theirs["prompt_ids"] + answer
+            shown = [tokenizer.decode([token]) for token in answer]
+            assert shown[-1] == "\n"
+            assert learn.tolist() == [False] * len(theirs["prompt_ids"]) + [True] * (len(answer) - 1) + [False]
+
+
+@pytest.mark.slow
+def test_recorded_tokens_are_still_those_of_trl(tmp_path):
+    code = "import json; from tests.data.trl_pairs import recorded; print(json.dumps(recorded()))"
+    env = os.environ | {"USE_TORCH_XLA": "0", "HF_DATASETS_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(trl_pairs.FILE.read_text())
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_a_pair_is_two_segments_beside_each_other(tmp_path, tokenizer, packing):
+    rows = [pair_row(number, words=1 + number % 7) for number in range(200)]
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,), packing=packing)["x"]
+    packed = all_rows(found, "train", 256)
+    wanted = {
+        tuple(map(tuple, (chosen.tolist(), rejected.tolist()))): (first, second)
+        for tokens in tokens_of(documents_of(tmp_path, rows), tokenizer)
+        for (chosen, first), (rejected, second) in [halves(tokens)]
+    }
+    num_pairs = []
+    for ids, learn, positions, segments in zip(
+        packed.ids_NT, packed.learn_NT, packed.positions_NT, packed.segments_NT, strict=True
+    ):
+        last = int(segments.max())
+        assert last % 2 == 0
+        num_pairs.append(last // 2)
+        used = segments[segments > 0]
+        assert (np.diff(used) >= 0).all(), "segments are in order"
+        assert not segments[len(used) :].any(), "padding is behind them"
+        for chosen in range(1, last, 2):
+            sides = [(ids[segments == each], learn[segments == each]) for each in (chosen, chosen + 1)]
+            first, second = wanted.pop((tuple(sides[0][0].tolist()), tuple(sides[1][0].tolist())))
+            assert (sides[0][1].tolist(), sides[1][1].tolist()) == (first.tolist(), second.tolist())
+        for each in range(1, last + 1):
+            assert positions[segments == each].tolist() == list(range(int((segments == each).sum())))
+    assert not wanted, "every pair is in a row, once"
+    assert (max(num_pairs) == 1) == (packing == "pad")
+    assert found.manifests[256]["splits"]["train"]["documents"] == len(rows)
+
+
+def turns(*texts):
+    """A conversation of a user and an assistant by turns, each with the role's letter."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def cut_of(tmp_path, tokenizer, row, *, max_tokens):
+    """The texts of both halves after a cut to so many tokens, and the counts."""
+    [tokens] = tokens_of(documents_of(tmp_path, [row]), tokenizer)
+    flat, counts = cut_prompts(flatten([tokens]), max_tokens=max_tokens)
+    assert len(flat.ids_L) == len(flat.flags_L) == flat.lengths_D.sum()
+    before = halves(tokens)
+    after = halves(flat.document(0, start=0))
+    for (ids, learn), (old, old_learn) in zip(after, before, strict=True):
+        assert ids[learn].tolist() == old[old_learn].tolist(), "answers are never cut"
+    assert len(before[0][0]) - len(after[0][0]) == len(before[1][0]) - len(after[1][0])
+    return [tokenizer.decode(ids) for ids, _ in after], counts, len(tokens.ids)
+
+
+CONVERSATION = turns("prima întrebare", "primul răspuns", "a doua întrebare, mai lungă", "al doilea", "a treia")
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Fii scurt."}]])
+def test_whole_turns_of_a_long_prompt_go_first(tmp_path, tokenizer, system):
+    row = {"prompt": [*system, *CONVERSATION], "chosen": "da da da", "rejected": "nu"}
+    (_, _), _, whole = cut_of(tmp_path, tokenizer, row, max_tokens=10_000)
+    head = "<s>" + "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in system)
+    for max_tokens, kept in ((whole - 1, CONVERSATION[2:]), (whole - 60, CONVERSATION[4:])):
+        texts, counts, _ = cut_of(tmp_path, tokenizer, row, max_tokens=max_tokens)
+        for text, answer in zip(texts, ("da da da", "nu"), strict=True):
+            own = [*kept, {"role": "assistant", "content": answer}]
+            assert text == head + "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in own)
+        assert (counts["documents_truncated"], counts["documents_truncated_in_turn"]) == (1, 0)
+
+
+def test_the_last_question_is_cut_at_its_beginning(tmp_path, tokenizer):
+    row = {"prompt": "unu doi trei patru cinci șase șapte opt nouă zece", "chosen": "da", "rejected": "nu nu"}
+    _, _, whole = cut_of(tmp_path, tokenizer, row, max_tokens=10_000)
+    texts, counts, _ = cut_of(tmp_path, tokenizer, row, max_tokens=whole - 5)
+    for text, answer in zip(texts, ("da", "nu nu"), strict=True):
+        asked = text.removeprefix("<s><|im_start|>user\n")
+        question, _, rest = asked.partition("<|im_end|>")
+        assert rest == f"\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        assert question != row["prompt"]
+        assert row["prompt"].endswith(question)
+    assert counts == {"documents_truncated": 1, "documents_truncated_in_turn": 1, "tokens_dropped": 6}
+
+
+def test_a_pair_whose_answers_do_not_fit_is_dropped_and_counted(tmp_path, tokenizer):
+    rows = [pair_row(number) for number in range(20)]
+    rows[7]["rejected"] = " ".join(WORDS * 20)
+    rows[8]["prompt"] = " ".join(WORDS * 20)
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    kept = {}
+    for long_documents in ("split", "drop"):
+        folder = tmp_path / long_documents
+        found = prepared(
+            {"x": source}, folder=folder, tokenizer=tokenizer, seq_lens=(128,), long_documents=long_documents
+        )
+        manifest = found["x"].manifests[128]
+        train = manifest["splits"]["train"]
+        kept[long_documents] = (train["documents"], train["documents_truncated"], manifest["documents_reported"])
+        assert train["documents_split"] == 0
+    assert kept["split"] == (19, 1, {"too_long": 1})
+    assert kept["drop"] == (18, 0, {"too_long": 2})
+
+
+def test_special_tokens_in_a_prompt_are_text_and_the_prompt_is_still_cut(tmp_path, tokenizer):
+    row = {
+        "prompt": "<|im_end|> unu doi trei patru cinci șase <|im_start|> șapte opt",
+        "chosen": "da",
+        "rejected": "nu",
+    }
+    _, _, whole = cut_of(tmp_path, tokenizer, row, max_tokens=10_000)
+    texts, _, _ = cut_of(tmp_path, tokenizer, row, max_tokens=whole - 20)
+    assert all("șapte opt<|im_end|>\n<|im_start|>assistant" in text for text in texts)
+    assert all(text.startswith("<s><|im_start|>user\n") for text in texts)
+
+
+def test_a_default_system_text_stays_when_a_prompt_is_cut(tmp_path):
+    tokenizer = with_template(byte_level(), QWEN25)
+    row = {"prompt": CONVERSATION, "chosen": "da", "rejected": "nu"}
+    _, _, whole = cut_of(tmp_path, tokenizer, row, max_tokens=10_000)
+    texts, counts, _ = cut_of(tmp_path, tokenizer, row, max_tokens=whole - 1)
+    for text in texts:
+        assert text.startswith("<|im_start|>system\nYou are Qwen")
+        assert "<|im_start|>user\na doua întrebare" in text
+        assert "primul" not in text
+    assert counts["documents_truncated_in_turn"] == 0
+
+
+def test_random_pairs_fit_after_the_cut_or_stay_whole(tmp_path, tokenizer):
+    generator = random.Random(0)
+    rows = []
+    for number in range(120):
+        texts = [
+            " ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(generator.choice((1, 3, 5)))
+        ]
+        rows.append({**pair_row(number), "prompt": turns(*texts)})
+    flat = flatten(tokens_of(documents_of(tmp_path, rows), tokenizer))
+    cut, counts = cut_prompts(flat, max_tokens=128)
+    changed = cut.lengths_D != flat.lengths_D
+    assert 20 < counts["documents_truncated"] == np.count_nonzero(changed) < 120
+    assert (cut.lengths_D[changed] <= 128).all()
+    assert counts["tokens_dropped"] == flat.lengths_D.sum() - cut.lengths_D.sum()
+    packed = pack(cut, seq_len=128, pad_id=0, long_documents="drop")
+    assert packed.rows.num_supervised == np.count_nonzero(flat.flags_L & LEARN)
+    assert packed.counts["too_long"] == np.count_nonzero(cut.lengths_D > 128)
+
+
+@pytest.mark.parametrize("near", [None, 0.8])
+def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path, tokenizer, near):
+    systems = ("", "Fii scurt.", "Fii politicos.")
+    rows = [
+        {
+            **pair_row(10 * number + answer, prompt=f"Întrebarea {number}: {WORDS[number % 10]}?"),
+            "system": systems[answer],
+        }
+        for number in range(60)
+        for answer in range(3)
+    ]
+    source = pair_source(
+        write_lines(tmp_path / "a.jsonl", rows),
+        eval_fraction=0.3,
+        test_fraction=0.2,
+        duplicates=DuplicatesConfig(near=near),
+    )
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,))["x"]
+    side = {}
+    for split in ("train", "evaluation", "test"):
+        packed = all_rows(found, split, 256)
+        for ids, segments in zip(packed.ids_NT, packed.segments_NT, strict=True):
+            for segment in range(1, int(segments.max()) + 1):
+                text = tokenizer.decode(ids[segments == segment])
+                prompt = text.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+                side.setdefault(prompt, set()).add(split)
+    assert len(side) == 60
+    assert all(len(splits) == 1 for splits in side.values())
+    assert {split for splits in side.values() for split in splits} == {"train", "evaluation", "test"}
+    overlaps = found.manifests[256]["overlaps"]
+    assert not any(overlaps.values())
+
+
+def test_duplicates_are_of_whole_pairs(tmp_path, tokenizer):
+    rows = [pair_row(number, words=12) for number in range(30)]
+    rows += [
+        rows[3],
+        {**rows[4], "rejected": "altceva"},
+        {**rows[5], "chosen": rows[5]["rejected"], "rejected": rows[5]["chosen"]},
+    ]
+    long = " ".join(f"{word}{number}" for number in range(12) for word in WORDS)
+    rows += [{"prompt": long, "chosen": "da", "rejected": "nu"}, {"prompt": long, "chosen": "da", "rejected": "nu."}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = pair_source(path, eval_fraction=0.0, test_fraction=0.0, duplicates=DuplicatesConfig(near=0.8))
+    manifest = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(4096,))["x"].manifests[4096]
+    reported = manifest["documents_reported"]
+    assert reported["exact_duplicate"] == 1
+    assert reported["near_duplicate"] >= 1
+    assert manifest["documents_in"] == len(rows)
+
+
+def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tokenizer):
+    rows = [pair_row(number) for number in range(20)]
+    rows[4]["rejected"] = f"{rows[4]['chosen']}  "
+    rows[5]["rejected"] = rows[5]["chosen"]
+    rows[6]["chosen"] = ""
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = pair_source(path, eval_fraction=0.0, test_fraction=0.0)
+    with pytest.raises(
+        ConfigError, match=r"line 6 of a.jsonl has the same answer as chosen and rejected, .*on_bad_row=skip"
+    ):
+        prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,))
+    source.on_bad_row = "skip"
+    trims = with_template(tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'] | trim"))
+    manifest = prepared({"x": source}, folder=tmp_path, tokenizer=trims, seq_lens=(128,))["x"].manifests[128]
+    assert manifest["documents_reported"] == {"empty_answer": 1, "same_answers": 2}
+    places = [example["place"] for example in manifest["examples"]["same_answers"]]
+    assert places == ["line 6 of a.jsonl", "line 5 of a.jsonl"]
+
+
+def test_a_reader_of_the_users_own_gives_pairs(tmp_path, tokenizer):
+    sides = [
+        (("user", f"Întrebarea {n}"), ("assistant", answer)) for n in range(8) for answer in (f"da {n}", f"nu {n}")
+    ]
+    own = [
+        Document(str(n), messages=chosen, rejected=Document(str(n), messages=rejected))
+        for n, (chosen, rejected) in enumerate(zip(sides[::2], sides[1::2], strict=True))
+    ]
+    source = pair_source(tmp_path, eval_fraction=0.0, test_fraction=0.0, on_bad_row="skip")
+    readers = {"x": lambda spec: iter([*own, Document("9", messages=sides[0])])}
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,), readers=readers)["x"]
+    assert found.manifests[128]["splits"]["train"]["documents"] == 8
+    assert found.manifests[128]["documents_reported"] == {"no_pair": 1}

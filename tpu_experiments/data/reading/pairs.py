@@ -1,0 +1,135 @@
+"""Preference pairs: the turns of a prompt, and those of its chosen and of its rejected answer.
+
+explicit_prompt  a prompt (`prompt`, `question`, `instruction` or `input`, a string, or a list of turns, also as
+                 `messages` or `conversations`) and two answers, each a string, a turn or a list of turns: TRL's
+                 explicit prompt, orca_dpo_pairs, Argilla's and LLaMA-Factory's pairs
+implicit_prompt  `chosen` and `rejected`, two whole conversations; the prompt is their common first turns, as in TRL. A
+                 `prompt` beside them repeats their first question, as in ultrafeedback_binarized
+"""
+
+from typing import Any
+
+from tpu_experiments.data.documents import SourceSpec
+from tpu_experiments.data.reading.fields import BadRow, Record, encodable, is_empty, list_from_json, names_of
+from tpu_experiments.data.reading.names import ROLES
+from tpu_experiments.data.reading.turns import Turn, turn_of, with_calls_joined
+
+CHOSEN = ("chosen", "chosen_response")
+REJECTED = ("rejected", "rejected_response")
+PROMPT = ("prompt", "question", "instruction", "input", "messages", "conversations")
+SCORES = (
+    ("score_chosen", "chosen_score", "chosen_rating", "chosen_avg_rating"),
+    ("score_rejected", "rejected_score", "rejected_rating", "rejected_avg_rating"),
+)
+"""Fields with the scores of the two answers, by which the pair was made."""
+FIELDS_OF_PAIRS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "explicit_prompt": (PROMPT, CHOSEN, REJECTED),
+    "implicit_prompt": (CHOSEN, REJECTED),
+}
+OPTIONAL_OF_PAIRS = (*PROMPT, "score_chosen", "score_rejected")
+
+Pair = tuple[list[Turn], list[Turn], list[Turn]]
+
+
+def format_of_pair(record: Record) -> str | None:
+    """Return the format of a row with two answers; None if it has none that can be read."""
+    answers = [list_from_json(record.peek(*names)) for names in (CHOSEN, REJECTED)]
+    if all(_begins_conversation(answer) for answer in answers):
+        return "implicit_prompt"
+    are_answers = all(isinstance(each, str | dict) or _role_of(each) == "assistant" for each in answers)
+    has_prompt = isinstance(list_from_json(record.peek(*PROMPT)), str | list)
+    return "explicit_prompt" if are_answers and has_prompt else None
+
+
+def turns_of_pair(record: Record, *, spec: SourceSpec, unread: set[str]) -> Pair:
+    """Return the turns of the prompt, of the chosen and of the rejected answer.
+
+    Args:
+        unread: gets the names of fields inside turns that were not read.
+
+    Raises:
+        BadRow: a field is missing or of another type, or the two conversations do not begin alike.
+    """
+    sides = [_turns(record, names, role="assistant", spec=spec, unread=unread) for names in (CHOSEN, REJECTED)]
+    if spec.format == "explicit_prompt":
+        return _turns(record, PROMPT, role="user", spec=spec, unread=unread), sides[0], sides[1]
+    shared = 0
+    while shared < min(map(len, sides)) and sides[0][shared] == sides[1][shared]:
+        shared += 1
+    if not shared:
+        raise BadRow(
+            "no_common_prompt",
+            "has a chosen and a rejected conversation that begin with different turns, so that they do not answer the "
+            "same prompt; mend or remove the row.",
+        )
+    if shared == min(map(len, sides)) and shared and sides[0][shared - 1].role == "assistant":
+        shared -= 1  # one of them goes on where the other ends: the answer in which they agree is the end of that one
+    _mark_repeated(record, sides[0])
+    return sides[0][:shared], sides[0][shared:], sides[1][shared:]
+
+
+def scores_of(record: Record) -> tuple[float, float] | None:
+    """Return the scores of the chosen and of the rejected answer; None where they are not two numbers."""
+    found = [record.peek(*names) for names in SCORES]
+    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each == each for each in found):
+        return None
+    for names in SCORES:
+        record.find(*names)
+    return float(found[0]), float(found[1])
+
+
+def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpec, unread: set[str]) -> list[Turn]:
+    found = record.find(*names)
+    if found is None or is_empty(found[1]):
+        own = " or ".join(spec.fields.get(name, name) for name in names)
+        if found is not None and role == "assistant":
+            raise empty_answer(found[0])
+        raise BadRow(
+            "no_field",
+            f"has nothing in {own!r}, which data.{spec.name}.format={spec.format} needs; it has "
+            f"{names_of(record.fields)}; mend or remove the row.",
+        )
+    name, value = found[0], list_from_json(found[1])
+    if isinstance(value, str):
+        return [Turn(role, encodable(value, name=name))]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise BadRow(
+            "wrong_type",
+            f"has {type(value).__name__} in {name!r}, not a string or a list of turns, as data.{spec.name}.format="
+            f"{spec.format} needs; mend the row or choose another format.",
+        )
+    turns = [turn_of(turn, number=number, unread=unread, path=f"{name}[]") for number, turn in enumerate(value, 1)]
+    if role == "assistant" and spec.format == "explicit_prompt" and turns and turns[0].role in ("system", "user"):
+        raise BadRow(
+            "wrong_type",
+            f"has a whole conversation in {name!r}, not an answer to the prompt beside it; choose data.{spec.name}."
+            "format=implicit_prompt, or mend the row.",
+        )
+    return with_calls_joined(turns)
+
+
+def empty_answer(name: str) -> BadRow:
+    """Return the error of an answer with nothing in it."""
+    return BadRow("empty_answer", f"has an empty answer in {name!r}; a pair has two answers; mend or remove the row.")
+
+
+def _mark_repeated(record: Record, chosen: list[Turn]) -> None:
+    """Mark fields as read that repeat what `chosen` says: its first question, or all of it."""
+    first = next((turn.content for turn in chosen if turn.role == "user"), None)
+    for name in PROMPT:
+        found = record.find(name)
+        if found is not None and found[1] != first and found[1] != record.peek(*CHOSEN):
+            record.unmark(found[0])
+
+
+def _begins_conversation(value: Any) -> bool:
+    return _role_of(value) in ("system", "user")
+
+
+def _role_of(value: Any) -> str | None:
+    """Return the role of the first turn of a list; None if it is none."""
+    first = value[0] if isinstance(value, list) and value else None
+    name = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
+    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None

@@ -1,0 +1,65 @@
+"""Prompts of preference pairs that are longer than a row, cut from the left by as much in both conversations.
+
+Legend: D documents, each a pair, chosen first (data/tokens/tokenize.py); L tokens of all of them.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_experiments.data.steps.pack import FlatTokens
+from tpu_experiments.data.tokens.tokenize import BODY, LEARN, SECOND
+
+
+def cut_prompts(flat: FlatTokens, *, max_tokens: int) -> tuple[FlatTokens, dict[str, int]]:
+    """Cut the prompts of pairs of more than `max_tokens`; pairs whose answers do not fit stay as long as they are.
+
+    What stands before the first user turn's text stays: BOS, the system turn, the header of the user's turn. Behind it
+    the fewest whole turns are left out with which the pair fits, up to the text of a later user turn. Where no whole
+    turns are enough, those before the last user turn and the beginning of its own text are. The answers, and what
+    stands between the question and them, are never cut. A pair is not cut either where the template's structure does
+    not tell where the texts are (with tools, or reasoning).
+
+    Returns:
+        The pairs, and the counts `documents_truncated`, `documents_truncated_in_turn` and `tokens_dropped`.
+    """
+    begin_D = np.cumsum(flat.lengths_D) - flat.lengths_D
+    stays_L = np.ones(len(flat.ids_L), np.bool_)
+    lengths_D = flat.lengths_D.copy()
+    num_in_turn = 0
+    for index in np.flatnonzero(flat.lengths_D > max_tokens).tolist():
+        own = slice(int(begin_D[index]), int(begin_D[index] + flat.lengths_D[index]))
+        found = _cut(flat.ids_L[own], flat.flags_L[own], max_tokens=max_tokens)
+        if found is None:
+            continue
+        first, last, second, is_whole = found
+        for half in (own.start, own.start + second):
+            stays_L[half + first : half + last] = False
+        lengths_D[index] -= 2 * (last - first)
+        num_in_turn += not is_whole
+    num_cut = int(np.count_nonzero(lengths_D != flat.lengths_D))
+    more = {name: array_L[stays_L] for name, array_L in flat.more.items()}
+    cut = replace(flat, ids_L=flat.ids_L[stays_L], flags_L=flat.flags_L[stays_L], lengths_D=lengths_D, more=more)
+    counts = {"documents_truncated": num_cut, "documents_truncated_in_turn": num_in_turn}
+    return cut, {**counts, "tokens_dropped": int(len(stays_L) - np.count_nonzero(stays_L))}
+
+
+def _cut(ids_L: NDArray[np.int32], flags_L: NDArray[np.uint8], *, max_tokens: int) -> tuple[int, int, int, bool] | None:
+    """Return (first, last) token of a prompt to leave out, where the second half begins, and if whole turns go."""
+    second = int(np.flatnonzero(flags_L & SECOND)[0])
+    halves = [(ids_L[:second], flags_L[:second]), (ids_L[second:], flags_L[second:])]
+    shared = min(len(ids) for ids, _ in halves)
+    differ = np.flatnonzero(halves[0][0][:shared] != halves[1][0][:shared])
+    answers = (int(np.flatnonzero(flags & LEARN)[0]) for _, flags in halves)
+    shared = min(int(differ[0]) if len(differ) else shared, *answers)
+    borders, others = (np.flatnonzero(flags & BODY).tolist() for _, flags in halves)
+    is_one_prompt = borders == others and bool(borders) and borders[-1] <= shared
+    starts = borders[:-1] if is_one_prompt else [border for border in borders if border < shared]
+    if not starts:
+        return None
+    first, wanted = starts[0], -(-(len(ids_L) - max_tokens) // 2)
+    for border in starts[1:]:
+        if border - first >= wanted:
+            return first, border, second, True
+    return (first, first + wanted, second, False) if is_one_prompt and first + wanted < borders[-1] else None
