@@ -73,7 +73,7 @@ def main(folder: str, *words: str) -> None:
         held_out = programs.evaluation_shape(stages, runtime=runtime)
         rows = programs.rows_like(held_out, names=trainer.evaluator.tensor_names)
         tell("evaluate", trainer.evaluator.program, rows, 0)
-        tell("sample", trainer.sampler.program, programs.sample_like(trainer.sampler, rows=1), -1)
+        tell("sample", trainer.prompted.sampler.program, programs.sample_like(trainer.prompted.sampler, rows=1), -1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ class Struck(Trainer):
         """Build, and count the calls of the programs."""
         super().build()
         calls = Counter[str]()
-        for name, owner in (("evaluate", self.evaluator), ("sample", self.sampler), ("ask", self.asker.sampler)):
+        sampler, asker = self.prompted.sampler, self.prompted.asker
+        for name, owner in (("evaluate", self.evaluator), ("sample", sampler), ("ask", asker.sampler)):
             owner.program = _counted(owner.program, name, calls)
         self.step_program = _counted(self.step_program, "train", calls)
 

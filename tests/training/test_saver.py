@@ -190,8 +190,8 @@ def test_an_error_in_the_background_surfaces_at_the_next_look(run, tmp_path):
     run.save(2)
     run.saver._worker._thread.join()
     with pytest.raises(TrainingStopped, match=r"a checkpoint could not be saved: .*Not a directory"):
-        run.saver.raise_background_error(agrees=True)
-    run.saver.raise_background_error(agrees=True)
+        run.saver.raise_background_error()
+    run.saver.raise_background_error()
 
 
 def test_another_answer_is_found_and_the_live_parameters_stay(run):

@@ -7,7 +7,7 @@ import pytest
 from tpu_experiments.checkpoint.progress import StageRecord
 from tpu_experiments.config.schema import ExitTestConfig
 from tpu_experiments.training.evaluation import Evaluation
-from tpu_experiments.training.trainer import apply_exit_test, exit_loss
+from tpu_experiments.training.exit_test import apply_exit_test, exit_loss
 
 
 def judged(losses, **settings):

@@ -162,13 +162,13 @@ class Saver:
             due = self._runtime.any_process(is_late) or due
         return due
 
-    def raise_background_error(self, *, agrees: bool) -> None:
-        """Raise the error of a background save, without waiting for one.
+    def raise_background_error(self) -> None:
+        """Raise the error of a background save, without waiting for one; every process calls it.
 
         Raises:
             TrainingStopped: it failed.
         """
-        if self._runtime.world_size == 1 or (agrees and self._runtime.any_process(self._worker.has_failed)):
+        if self._runtime.world_size == 1 or self._runtime.any_process(self._worker.has_failed):
             if self._is_divided:
                 self.join()  # the same error is on its way on every host
             else:

@@ -86,18 +86,25 @@ def pack_process(
 ) -> None:
     """Train the runs in this process; `codes` receives their exit codes."""
     place, by_name = PackFolder(folder), {start.folder.name: start for start in starts}
-    kept, said = kept_records(), set[str]()
+    said = set[str]()
 
     def look(seats: Sequence[Seat]) -> None:
         for seat in seats:
             if seat.trainer is not None and place.is_dropped(seat.name):
                 seat.trainer.stop.drop()
 
-    pack = Pack(runtime, list(by_name), loras=[start.config.lora for start in starts], look=look, began=began)
+    pack = Pack(
+        runtime,
+        list(by_name),
+        loras=[start.config.lora for start in starts],
+        look=look,
+        began=began,
+        kept=kept_records(),
+    )
     log.info("%d runs train in one program: %s", len(starts), ", ".join(by_name))
 
     def main(seat: Seat) -> int:
-        code = _code_of(runtime, by_name[seat.name], seat=seat, began=began, kept=kept, said=said)
+        code = _code_of(runtime, by_name[seat.name], seat=seat, began=began, said=said)
         codes[seat.name] = code
         place.end(seat.name, code)
         return code
@@ -118,12 +125,10 @@ def pack_process(
     pack.run(main)
 
 
-def _code_of(
-    runtime: Runtime, start: Start, *, seat: Seat, began: float, kept: Sequence[logging.LogRecord], said: set[str]
-) -> int:
+def _code_of(runtime: Runtime, start: Start, *, seat: Seat, began: float, said: set[str]) -> int:
     """Train one run; return the exit code that it would have had as a process."""
     try:
-        train_process(runtime, start.config, start, began, seat, kept)
+        train_process(runtime, start.config, start, began, seat)
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 1
     except ConfigError as error:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
@@ -25,7 +24,7 @@ from tpu_experiments.loggers.base import LoggerContext, Loggers, MetricLogger
 from tpu_experiments.loggers.closing_lines import print_if_finished, summary
 from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
-from tpu_experiments.loggers.runlog import start_run_log, start_thread_log, stop_run_log, stop_thread_log
+from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.runtime.base import Runtime, device_name
 from tpu_experiments.runtime.processes.env import change_flags
@@ -39,11 +38,11 @@ from tpu_experiments.storage.run_folder import RunFolder, has_begun, has_other_l
 from tpu_experiments.storage.spool import Spool, key_of, set_spill_folder
 from tpu_experiments.tasks.open_settings import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
+from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger, Shares
 from tpu_experiments.training.outputs import RunOutputs, write_pages
-from tpu_experiments.training.pack import Seat
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 
 log = logging.getLogger(__name__)
@@ -210,15 +209,13 @@ def train_process(
     config: Config,
     start: Start,
     began: float,
-    seat: Seat | None = None,
-    kept: Sequence[logging.LogRecord] = (),
+    seat: Alone | None = None,
 ) -> None:
     """Train in one process of the run.
 
     Args:
         began: start of the first process, in seconds since boot.
         seat: the run's place in a pack, in whose thread it is.
-        kept: log records from before a pack's runs began.
     """
     folder = start.folder
     watch = Stopwatch()
@@ -226,15 +223,12 @@ def train_process(
     outputs: RunOutputs | None = None
     argv = [sys.argv[0], *start.arguments]
     kind: Any = locate(config.trainer._target_, key="trainer")
+    seat = seat or Alone()
     close_log: Callable[[], None] = stop_run_log
     try:
-        if seat is None:
-            start_run_log(folder, rank=runtime.rank)
-        else:
-            close_log = partial(stop_thread_log, start_thread_log(folder, kept=kept))
-        shares = None if seat is None else seat.shares
+        close_log = seat.open_log(folder, rank=runtime.rank)
         outputs = make_outputs(
-            runtime, config, start.inputs, folder, watch=watch, began=began, argv=argv, shares=shares
+            runtime, config, start.inputs, folder, watch=watch, began=began, argv=argv, shares=seat.shares
         )
         trainer = kind(config, runtime, inputs=start.inputs, outputs=outputs, watch=watch)
         trainer.seat = seat

@@ -246,7 +246,7 @@ class HostModel:
     def trainer(self) -> "Trainer":
         """The run's trainer with host tensors; call it inside `without_attention_kernel`."""
         host, config = copy.copy(self._trainer), self._trainer.config
-        host.seat, host.runtime = None, copy.copy(host.runtime)
+        host.runtime = copy.copy(host.runtime)
         vars(host.runtime).update(
             loop=python_loop,
             constrain=unconstrained,

@@ -152,7 +152,7 @@ def check_losses(trainer: "Trainer", model: HostModel) -> dict[str, Any] | None:
 
 def _skip_reason(trainer: "Trainer") -> str | None:
     """Return why this canary does not run, or None if it does."""
-    if trainer.seat is not None and trainer.seat.number > 0:
+    if trainer.seat.number > 0:
         return "the pack's first run does it, and all have one program"
     reason = skip_reason(trainer, copies=1)  # as it is trained, in float32 anyway
     if reason is None and not held_out_documents(trainer):

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.loggers.runlog import start_thread_log, stop_thread_log
 from tpu_experiments.models.adapters.lora import ParameterReport, drawn_adapters, fingerprints, scale_of
 from tpu_experiments.models.adapters.packed import Chosen, joined_rows, packed, rows_of_each, split_over
 from tpu_experiments.models.parts.dropout import NOISE, THRESHOLDS, threshold_of
@@ -31,6 +33,8 @@ from tpu_experiments.runtime.base import OnOutput, Program, Runtime, Signature, 
 from tpu_experiments.runtime.ops import Tensors
 from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage.process import boot_seconds
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.lives import Shares
 from tpu_experiments.training.step import (
     ACTIVE,
@@ -139,7 +143,7 @@ class Request:
 
 
 @dataclass
-class Seat:
+class Seat(Alone):
     """A run's place in a pack; its trainer calls the methods, in the run's own thread."""
 
     pack: "Pack"
@@ -159,6 +163,13 @@ class Seat:
         """Return the parts of the machine's time that the runs have had."""
         return self.pack.shares
 
+    def open_log(self, folder: RunFolder, *, rank: int) -> Callable[[], None]:
+        """Write the run.log of this run's thread, which has the records from before the runs began."""
+        return partial(stop_thread_log, start_thread_log(folder, kept=self.pack.kept))
+
+    def watch(self, trainer: "Trainer") -> None:
+        """Leave the process to the other runs, where this one is stuck."""
+
     def build(self, trainer: "Trainer") -> BuiltModel:
         """Return the common model with adapters of this run's own."""
         self.trainer = trainer
@@ -168,12 +179,11 @@ class Seat:
         """Return a view of this run's parameters, `own`, whose programs serve all runs."""
         return self.pack.chosen(self, own)
 
-    def step_program(self) -> Program[StepOutput]:
+    def step_program(self, trainer: "Trainer") -> Program[StepOutput]:
         """Return the program of this run's step."""
 
         def program(batch: Batch, *, on_output: OnOutput | None = None) -> StepOutput:
-            assert self.trainer is not None
-            self.request = Request(batch, on_output, self.trainer.progress.step)
+            self.request = Request(batch, on_output, trainer.progress.step)
             self.wait("waiting")
             request, self.request = self.request, None
             if request.error is not None:
@@ -199,6 +209,7 @@ class Pack:
         loras: their `lora` settings; they may differ in rank, alpha, scaling, dropout and start.
         look: called before every step, with the seats.
         began: seconds since boot from which on the runs share the machine's time; by default now.
+        kept: log records from before the runs began.
     """
 
     def __init__(
@@ -209,8 +220,9 @@ class Pack:
         loras: Sequence[LoraConfig],
         look: Callable[[Sequence[Seat]], None] = lambda seats: None,
         began: float | None = None,
+        kept: Sequence[logging.LogRecord] = (),
     ) -> None:
-        self.runtime, self.look = runtime, look
+        self.runtime, self.look, self.kept = runtime, look, kept
         self.seats = [Seat(self, name) for name in names]
         self.shares = Shares(len(names), began=boot_seconds() if began is None else began)
         rank = max(lora.r for lora in loras)

@@ -6,7 +6,7 @@ A custom trainer is a subclass of `Trainer` that overrides `row_loss`, `build_op
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +32,7 @@ from tpu_experiments.checkpoint.store import latest_step, read_step, remove_afte
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import Intervals, costs_of, intervals_of
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, ProfileConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.tokens.widths import widths_of
@@ -43,7 +43,6 @@ from tpu_experiments.models.adapters.padded import with_adapters
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import layers_of, ternary_weights
 from tpu_experiments.models.passes.loss import Scores
-from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.models.sources.loaded import fault_of_written
 from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
@@ -62,7 +61,7 @@ from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.runtime.stacked import is_stack, stacked
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.spool import Mirror
+from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.batches import (
     RunInputs,
     StepInfo,
@@ -80,15 +79,17 @@ from tpu_experiments.training.batches import (
 )
 from tpu_experiments.training.canary import HostModel, check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
-from tpu_experiments.training.evaluation import Evaluation, Evaluator, Sampler, prompt_ids
+from tpu_experiments.training.evaluation import Evaluation, Evaluator
+from tpu_experiments.training.exit_test import apply_exit_test
 from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
-from tpu_experiments.training.pack import Seat
-from tpu_experiments.training.questions import Asker, skill_fields
+from tpu_experiments.training.profiler import Profiler
+from tpu_experiments.training.questions import skill_fields
 from tpu_experiments.training.reference import add_reference
 from tpu_experiments.training.result import Ending
+from tpu_experiments.training.sampling import Prompted
 from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import (
     Rows,
@@ -104,68 +105,8 @@ from tpu_experiments.training.stop import StopFlag, StoppedByRequest
 log = logging.getLogger(__name__)
 
 
-class Profiler:
-    """Profiler of the steps in `trainer.profile`, on rank 0 only."""
-
-    def __init__(self, settings: ProfileConfig, runtime: Runtime, *, folder: str) -> None:
-        self._runtime, self._folder = runtime, folder
-        start = settings.start_step if runtime.rank == 0 else None
-        self._steps = range(start, start + settings.num_steps) if start is not None else range(0)
-        self._mirror: Mirror | None = None
-
-    def starts_at(self, step: int) -> bool:
-        """Return whether the profile begins with this step."""
-        return bool(self._steps) and step == self._steps[0] and self._mirror is None
-
-    def ends_after(self, step: int) -> bool:
-        """Return whether this step is the profile's last."""
-        return self._mirror is not None and step >= self._steps[-1]
-
-    def start(self) -> None:
-        """Start the profile; the device must be idle."""
-        self._mirror = Mirror.of_folder(self._folder)
-        self._runtime.start_profile(str(self._mirror.local))
-
-    def stop(self) -> None:
-        """Stop a running profile and write it; the device must be idle."""
-        if self._mirror is None:
-            return
-        self._runtime.stop_profile()
-        self._mirror.close()
-        self._mirror, self._steps = None, range(0)
-        log.info("profile: tensorboard --logdir %s (with the plugin xprof)", self._folder)
-
-
-def apply_exit_test(record: StageRecord, evaluation: Evaluation, *, stage: Stage, step: int) -> None:
-    """Compare an evaluation with the stage's earlier ones, and note in `record` if it ends the stage."""
-    test = stage.exit
-    loss = exit_loss(evaluation, stage=stage)
-    if math.isfinite(loss) and (record.best_loss is None or loss < record.best_loss):
-        record.best_loss = loss
-        record.held_step = step if test.ends_with == "best" else None
-    if math.isfinite(loss) and (record.goal_loss is None or loss < record.goal_loss - test.min_delta):
-        record.goal_loss, record.num_worse = loss, 0
-    else:
-        record.num_worse += 1
-    if test.eval_loss is not None and loss <= test.eval_loss:
-        record.ended_by = f"its held-out loss {loss:.4f} is at most {test.eval_loss} (exit.eval_loss)"
-    elif test.patience is not None and record.num_worse >= test.patience:
-        record.ended_by = (
-            f"{record.num_worse} evaluations in a row were not better than {record.goal_loss or math.nan:.4f}"
-            f"{f' by more than {test.min_delta}' if test.min_delta else ''} (exit.patience)"
-        )
-
-
-def exit_loss(evaluation: Evaluation, *, stage: Stage) -> float:
-    """Return the mean of the counted sources' held-out losses, nats per token.
-
-    If none of them has one, the loss over all tokens.
-    """
-    sources = stage.exit.sources or stage.sources
-    losses = [evaluation.sources[name] for name in sources if name in evaluation.sources]
-    return sum(losses) / len(losses) if losses else evaluation.loss
-
-
+Hook = Callable[[Stage, bool], None]
+"""What happens between steps: it takes the stage, and whether the step was its last."""
 CLOSE_STEPS = 10
 """Steps between log records below which the loop waits for a record before it queues the next step. A read that finds
 the next step queued waits for that step too; a short interval would then measure only the dispatch (2.7 million
@@ -178,8 +119,8 @@ class Trainer:
     A plan builds the same parts on placeholders (`build`) and runs nothing.
     """
 
-    seat: Seat | None = None
-    """Place among several runs that train in one program; None for a run that trains alone."""
+    seat = Alone()
+    """Place in the process: for itself, or, where a pack sets it, among the runs of one program."""
 
     def __init__(
         self, config: Config, runtime: Runtime, *, inputs: RunInputs, outputs: RunOutputs, watch: Stopwatch
@@ -250,7 +191,7 @@ class Trainer:
     def build(self) -> None:
         """Create model and optimizer state on the device, and the programs of a run."""
         config, runtime = self.config, self.runtime
-        self.model = self.seat.build(self) if self.seat is not None else self.built_alone()
+        self.model = self.seat.build(self)
         self.model.module.train()
         self.parameters = self.model.trainable
         self.updates = self.build_updates(self.parameters)
@@ -276,37 +217,21 @@ class Trainer:
             norm_groups=self.norm_groups,
             ternary=self.ternary,
         )
-        if self.seat is None:
-            self.step_program = runtime.program(self.step_in_place, name="train", held=self.step_tensors)
-        else:
-            self.step_program = self.seat.step_program()
-        parts: dict[str, Any] = {"runtime": runtime, "parameters": self.evaluated_parameters}
-        parts["between"] = self.leave_if_requested
+        self.step_program = self.seat.step_program(self)
         self.evaluator = self.build_evaluator()
-        self.sampler = Sampler(
+        self.prompted = Prompted(
             self.model.module,
-            tokenizer=self.inputs.tokenizer,
-            settings=config.sample,
-            seed=config.seed,
-            **parts,
+            config,
+            runtime=runtime,
+            parameters=self.evaluated_parameters,
+            inputs=self.inputs,
+            watch=self.watch,
+            between=self.leave_if_requested,
         )
-        self.asker = Asker(self.model.module, tokenizer=self.inputs.tokenizer, settings=config.sample, **parts)
         log.info("%s", self.model.report)
         if config.optim.ema:
             log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
-        if self.seat is not None:
-            self.seat.wait("built")
-
-    def built_alone(self) -> BuiltModel:
-        """Load the model onto the device, with its adapters."""
-        return build_model(
-            self.model_source(),
-            lora=self.config.lora,
-            seed=self.config.seed,
-            place=self.runtime.place,
-            folding=self.runtime.folding,
-            is_trained=True,
-        )
+        self.seat.wait("built")
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
@@ -416,7 +341,7 @@ class Trainer:
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
         """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
         own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
-        return own if self.seat is None else self.seat.evaluated(own)
+        return self.seat.evaluated(own)
 
     def take_averages(self, stored: Mapping[str, Tensor] | None) -> None:
         """Replace the parameters by their averages, which are exported; no step or checkpoint may follow.
@@ -454,8 +379,7 @@ class Trainer:
     def run(self) -> None:
         """Load, evaluate, train every stage, evaluate, export."""
         self.stop.install()
-        if self.runtime.hosts.size == 1 and self.runtime.rank == 0 and self.seat is None:
-            self.stop.end_where_stuck(self.has_saved)
+        self.seat.watch(self)
         with self.watch.measure("load"):
             self.build()
             self.saver = self.build_saver()
@@ -464,7 +388,7 @@ class Trainer:
             self.restore_checked()
             self.outputs.begin(step=self.progress.step, meters=self.meters)
             place = self.outputs.folder.path("profile")
-            self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place)
+            self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place, idle=self.idle)
             if self.progress.eval_loss_before is None:
                 self.evaluate_before()
             while self.progress.stage < len(self.inputs.stages):
@@ -556,9 +480,9 @@ class Trainer:
             self.meters.begin(stage.geometry)
             with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
                 for info, batch in self.meters.timed(feed):
-                    self.start_profile_if_due()
+                    self.profiler.before(self.progress.step + 1)
                     self.queue_step(info, batch)
-                    self.stop_profile_if_due(last=info.is_last)
+                    self.profiler.after(self.progress.step, last=info.is_last)
                     self.between_steps(stage, last=info.is_last)
                     if self.progress.stages[-1].ended_by:
                         self.read_unrecorded()
@@ -594,21 +518,44 @@ class Trainer:
         self.progress.stages[-1].tokens += info.num_tokens
 
     def between_steps(self, stage: Stage, *, last: bool) -> None:
-        """Log what has arrived; evaluate, save or stop when that is due."""
-        step = self.progress.step
-        self.record(self.window.drain())
-        self.leave_if_requested()
-        is_evaluated = not last and self.evaluates_after(step)
-        if is_evaluated:
-            self.save_before_compiling()
-            self.wait_and_record()
-            with self.meters.excluded():
-                self.evaluate_stage(stage)
-        agrees = step % self.intervals.log == 0 or self.runtime.world_size == 1
-        self.saver.raise_background_error(agrees=agrees)
-        if agrees:
-            self.raise_requested_rollback()
+        """Do what is due after a step of `stage`, in the order of `hooks`."""
+        for every, action in self.hooks:
+            if every and self.progress.step % every == 0:
+                action(stage, last)
+
+    @cached_property
+    def hooks(self) -> list[tuple[int, Hook]]:
+        """Return what happens between steps, in order: (every so many steps of the run, the action).
+
+        Processes agree on errors, rollbacks and the clock of saves at log records only, since that waits for all.
+        """
+        return [
+            (1, lambda stage, last: self.record(self.window.drain())),
+            (1, lambda stage, last: self.leave_if_requested()),
+            (self.intervals.evaluate, self.evaluate_inside),
+            (self.agree_every, lambda stage, last: self.saver.raise_background_error()),
+            (self.agree_every, lambda stage, last: self.raise_requested_rollback()),
+            (1, self.save_if_due),
+        ]
+
+    @cached_property
+    def agree_every(self) -> int:
+        """Return the steps between those at which all processes agree."""
+        return 1 if self.runtime.world_size == 1 else self.intervals.log
+
+    def evaluate_inside(self, stage: Stage, last: bool) -> None:
+        """Evaluate between two steps of a stage; behind its last step `end_stage` does."""
+        if last:
+            return
+        self.save_before_compiling()
+        with self.idle():
+            self.evaluate_stage(stage)
+
+    def save_if_due(self, stage: Stage, last: bool) -> None:
+        """Save a checkpoint where one is due; behind a stage's last step there is one anyway."""
+        step, is_evaluated = self.progress.step, not last and self.evaluates_after(self.progress.step)
         is_best = is_evaluated and self.progress.stages[-1].held_step == step
+        agrees = step % self.agree_every == 0
         due = self.saver.is_due(step, is_evaluated=is_evaluated, is_best=is_best, agrees=agrees)
         if due and not last and self.is_sound():
             self.save(is_interval=True)
@@ -646,25 +593,11 @@ class Trainer:
         self.stop.grace.only_uploads_remain()
         raise StoppedByRequest
 
-    def start_profile_if_due(self) -> None:
-        """Start the profile before its first step."""
-        if self.profiler.starts_at(self.progress.step + 1):
-            self.wait_and_record()
-            with self.meters.excluded():
-                self.profiler.start()
-
-    def stop_profile_if_due(self, *, last: bool) -> None:
-        """Write the profile after its last step, or the stage's."""
-        if last or self.profiler.ends_after(self.progress.step):
-            self.wait_and_record()
-            with self.meters.excluded():
-                self.profiler.stop()
-
     # ---- before and after -----------------------------------------------------------------------------------
 
     def evaluate_before(self) -> None:
         """Evaluate and sample the untrained model."""
-        evaluation, answered, texts = self.timed_evaluation(), self.ask(), self.sampled("before")
+        evaluation, answered, texts = self.timed_evaluation(), self.prompted.answers(), self.prompted.texts()
         self.has_evaluated = True
         self.progress.eval_loss_before = evaluation.loss
         self.progress.eval_sources_before = evaluation.sources
@@ -680,8 +613,8 @@ class Trainer:
         self.leave_if_requested()
         self.stop.grace.only_uploads_remain()  # all training is saved: a request to stop needs no checkpoint now
         evaluation = self.evaluated or self.timed_evaluation()
-        answered = self.ask() if self.answered is None else self.answered
-        texts = self.sampled("after")
+        answered = self.prompted.answers() if self.answered is None else self.answered
+        texts = self.prompted.texts()
         self.leave_if_requested()
         if self.progress.eval_step != self.progress.step:
             self.report_evaluation(evaluation)
@@ -819,7 +752,8 @@ class Trainer:
 
         Everything is computed before anything is reported, so that a stop leaves no half of it.
         """
-        evaluation, answered, texts = self.timed_evaluation(), self.ask(), self.sampled("during")
+        evaluation, answered = self.timed_evaluation(), self.prompted.answers()
+        texts = self.prompted.texts() if self.intervals.samples else []
         self.has_evaluated = True
         self.report_evaluation(evaluation)
         record = self.progress.stages[-1]
@@ -832,28 +766,12 @@ class Trainer:
         self.report_answers(answered)
         self.report_samples(texts, "during")
 
-    def sampled(self, when: str) -> list[str]:
-        """Return a continuation of every prompt; empty where none is due."""
-        settings, inputs = self.config.sample, self.inputs
-        if not samples(self.config) or (when == "during" and not self.intervals.samples):
-            return []
-        with self.watch.measure("eval"):
-            prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
-            return self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
-
     def report_samples(self, texts: list[str], when: str) -> str | None:
         """Log the samples; return that of `sample.prompt`."""
         if not texts:
             return None
         self.outputs.sample(self.progress.step, texts, when=when)
         return texts[0]
-
-    def ask(self) -> dict[str, AnswersRecord]:
-        """Ask every set of questions; return the results."""
-        if not self.inputs.questions:
-            return {}
-        with self.watch.measure("eval"):
-            return self.asker.ask(self.inputs.questions)
 
     def report_answers(self, answered: dict[str, AnswersRecord]) -> None:
         """Log the results of every set of questions."""
@@ -946,6 +864,13 @@ class Trainer:
             if stage.epochs is not None:
                 for epoch in count(reading, stage.epochs, self.passes):
                     self.outputs.epoch(reading.step, epoch)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Wait until the device is idle, and leave the block out of the steps' time."""
+        self.wait_and_record()
+        with self.meters.excluded():
+            yield
 
     def wait_and_record(self) -> None:
         """Wait for the device, and record the steps it has done."""
