@@ -57,11 +57,30 @@ def write_model(
     """
     if shapes is None:
         tensors = shapes = dict(tensors)
-    items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     paths.make_dirs(folder)
     _remove_earlier(folder)
     is_own = {name: quantization is not None or isinstance(t, nn.Buffer) for name, t in shapes.items()}
     dtypes = {name: t.dtype if is_own[name] else dtype for name, t in shapes.items()}
+    items = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    digests = _write_weights(folder, items, shapes=shapes, dtypes=dtypes, max_shard_bytes=max_shard_bytes)
+    values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+    values |= {} if quantization is None else {"quantization_config": dict(quantization)}
+    paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
+    if generation is not None:
+        paths.write_text_atomic(paths.join(folder, GENERATION_CONFIG), generation)
+    write_tokenizer(folder, tokenizer, config=config, lines=lines)
+    return digests
+
+
+def _write_weights(
+    folder: str,
+    items: Iterator[tuple[str, Tensor]],
+    *,
+    shapes: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    max_shard_bytes: float,
+) -> dict[str, str]:
+    """Write tensors in their data types, and the index of several files; return the SHA-256 of each file."""
     sizes = {name: t.numel() * dtypes[name].itemsize for name, t in shapes.items()}
     files = shards(sizes, max_bytes=max_shard_bytes)
     by_name = {file_name(MODEL, number, len(files)): names for number, names in enumerate(files, start=1)}
@@ -79,12 +98,6 @@ def write_model(
     if len(files) > 1:
         index = {"metadata": total, "weight_map": {name: file for file, names in by_name.items() for name in names}}
         paths.write_text_atomic(paths.join(folder, INDEX), json.dumps(index, indent=2, sort_keys=True) + "\n")
-    values = config.to_diff_dict() | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
-    values |= {} if quantization is None else {"quantization_config": dict(quantization)}
-    paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
-    if generation is not None:
-        paths.write_text_atomic(paths.join(folder, GENERATION_CONFIG), generation)
-    write_tokenizer(folder, tokenizer, config=config, lines=lines)
     return digests
 
 

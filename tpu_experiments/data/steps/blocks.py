@@ -38,7 +38,7 @@ from tpu_experiments.data.documents import REASONING, Document, Refused, SourceS
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.steps.notices import Arrays, notices_of
-from tpu_experiments.data.steps.pack import flatten
+from tpu_experiments.data.steps.pack import FlatTokens, flatten
 from tpu_experiments.data.tokens.tokenize import (
     ByteTokenizer,
     DocumentTokenizer,
@@ -274,10 +274,32 @@ class BlockMaker:
             digests["minhash"] = hashlib.sha256(buffer.getvalue()).hexdigest()
         if settings.documents_folder is not None:
             write_documents(documents, folder=settings.documents_folder, name=block.name, source=settings.spec.name)
+        arrays = self._columns(documents, flat, refused)
+        notices, examples = notices_of(made)
+        arrays |= {f"{NOTICE}{name}": values for name, values in notices.items()}
+        bad = next((vars(item) for item in refused if item.is_bad_row), None)
+        facts = {
+            SEAL: UNSEALED,
+            "block": block.name,
+            "rows": num_rows,
+            "changes": dict(sorted(changes.items())),
+            "examples": examples,
+            "not_read": most_common(self.not_read),
+            "first_bad_row": bad,
+            "sha256": digests,
+            **({} if block.split is None else {"split": block.split}),
+        }
+        # A single metadata entry, since safetensors writes several in random order.
+        content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
+        paths.write_bytes_atomic(index_path(settings.folder, block.name), content)
+
+    def _columns(self, documents: list[Document], flat: FlatTokens, refused: list[Refused]) -> dict[str, np.ndarray]:
+        """Return what the index of a block says of every document."""
+        settings = self.settings
         keys = b"".join(content_key(document) for document in documents)
         prompts = b"".join(prompt_key(document) for document in documents)
         reported = "\n".join(json.dumps(vars(r), ensure_ascii=False) for r in refused)
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "lengths": flat.lengths_D,
             "characters": np.array([_characters(document) for document in documents], np.int64),
             "keys": np.frombuffer(keys, np.uint64).reshape(-1, 2),
@@ -297,23 +319,7 @@ class BlockMaker:
         if settings.spec.group_field is not None:
             groups = b"".join(group_key(document) for document in documents)
             arrays["groups"] = np.frombuffer(groups, np.uint64)
-        notices, examples = notices_of(made)
-        arrays |= {f"{NOTICE}{name}": values for name, values in notices.items()}
-        bad = next((vars(item) for item in refused if item.is_bad_row), None)
-        facts = {
-            SEAL: UNSEALED,
-            "block": block.name,
-            "rows": num_rows,
-            "changes": dict(sorted(changes.items())),
-            "examples": examples,
-            "not_read": most_common(self.not_read),
-            "first_bad_row": bad,
-            "sha256": digests,
-            **({} if block.split is None else {"split": block.split}),
-        }
-        # A single metadata entry, since safetensors writes several in random order.
-        content = sealed(save(arrays, metadata={"facts": json.dumps(facts)}))
-        paths.write_bytes_atomic(index_path(settings.folder, block.name), content)
+        return arrays
 
 
 def most_common(counts: Mapping[str, int]) -> dict[str, int]:

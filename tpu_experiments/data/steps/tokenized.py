@@ -96,44 +96,27 @@ def tokenize_source(
         ConfigError: a source that cannot be read or is empty, or a bad row with `on_bad_row: stop`.
     """
     found_parts = list_parts(spec, has_reader=read is not None)
-    parts = found_parts.parts
-    rows = [] if read else [SourceRows(part.spec, files=part.files) for part in parts]
-    contents = [_content(part, read=read, folder=folder) for part in parts]
-    if rows:
-        resolve = rows[0].resolve_format
-        spec = format_of_content(spec, content=contents[0], folder=folder, recognise=resolve, is_lookup=is_lookup)
-    source_input = _Input([_with_format(part, like=spec) for part in parts], rows, read)
+    spec, source_input, content = _input_of(spec, found_parts.parts, read=read, folder=folder, is_lookup=is_lookup)
     has_tables = any(is_table(file.name) for file in found_parts.files)
-    content = [line for lines in contents for line in lines]
     key = tokens_key(spec, source=source, content=content, tokenizer=tokenizer, has_tables=has_tables)
     target = paths.join(folder, f"{spec.name}-{'documents' if tokenizer is None else 'tokens'}-{key}")
     done = paths.join(target, BLOCKS)
     made = read_record(done, expected={"key": key}, is_lookup=is_lookup)
     if is_lookup and made is None:
         raise NotPrepared(spec.name)
-    documents_folder = paths.join(target, "documents") if settings.documents == "keep" else None
-    if made is not None and found == "verified" and not all(is_whole(target, name) for name in made["blocks"]):
-        made = None
-    if (
-        made is not None
-        and documents_folder
-        and not is_lookup
-        and not documents_exist(made["blocks"], documents_folder)
-    ):
-        made = None  # the blocks were made without document files
-    if made is None:
-        maker = BlockSettings(
-            folder=target,
-            spec=spec,
-            clean=source.clean,
-            is_signed=source.duplicates.near is not None,
-            is_compared=source.duplicates.exact == "drop",
-            tokenizer=tokenizer,
-            documents_folder=documents_folder,
-        )
+    maker = BlockSettings(
+        folder=target,
+        spec=spec,
+        clean=source.clean,
+        is_signed=source.duplicates.near is not None,
+        is_compared=source.duplicates.exact == "drop",
+        tokenizer=tokenizer,
+        documents_folder=paths.join(target, "documents") if settings.documents == "keep" else None,
+    )
+    if made is None or not _are_whole(made["blocks"], maker=maker, found=found, is_lookup=is_lookup):
         made = _make_all(source_input, maker=maker, settings=settings)
         write_sealed_json(done, {"key": key, **made})
-    for each in rows:
+    for each in source_input.rows:
         each.close()
     _require_good_rows(made["first_bad_row"], spec=spec)
     return TokenizedSource(
@@ -147,6 +130,26 @@ def tokenize_source(
         seconds=made["seconds"],
         peak_rss_gib=made["peak_rss_gib"],
     )
+
+
+def _input_of(
+    spec: SourceSpec, parts: list[Part], *, read: Read | None, folder: str, is_lookup: bool
+) -> tuple[SourceSpec, _Input, list[str]]:
+    """Return the source and its parts in the format of the first one, and the fingerprints of their rows."""
+    rows = [] if read else [SourceRows(part.spec, files=part.files) for part in parts]
+    contents = [_content(part, read=read, folder=folder) for part in parts]
+    if rows:
+        resolve = rows[0].resolve_format
+        spec = format_of_content(spec, content=contents[0], folder=folder, recognise=resolve, is_lookup=is_lookup)
+    source_input = _Input([_with_format(part, like=spec) for part in parts], rows, read)
+    return spec, source_input, [line for lines in contents for line in lines]
+
+
+def _are_whole(names: list[str], *, maker: BlockSettings, found: Found, is_lookup: bool) -> bool:
+    """Return whether existing blocks, and the document files that are wanted beside them, can be used."""
+    if found == "verified" and not all(is_whole(maker.folder, name) for name in names):
+        return False
+    return maker.documents_folder is None or is_lookup or documents_exist(names, maker.documents_folder)
 
 
 def _with_format(part: Part, *, like: SourceSpec) -> Part:

@@ -73,6 +73,19 @@ def load_tokenizer(
             f"model.chat_template_path={chat_template_path} with model.chat_format={chat_format}; each names a chat "
             "template; leave one of them out."
         )
+    tokenizer = _read_tokenizer(path, revision=revision, remote_code=remote_code, key=key)
+    if chat_template_path is not None:
+        tokenizer.chat_template = _read_template(chat_template_path)
+        _try_template(tokenizer, place=f"model.chat_template_path={chat_template_path}; it")
+    elif chat_format != "tokenizer":
+        tokenizer.chat_template = _format_template(chat_format, tokenizer=tokenizer)
+    elif tokenizer.chat_template:
+        _try_template(tokenizer, place=f"{key}={path}; its chat template")
+    return tokenizer
+
+
+def _read_tokenizer(path: str, *, revision: str | None, remote_code: str, key: str) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a folder or Hub id; arguments and errors are those of `load_tokenizer`."""
     local = find_local(path)
     if local is None:
         require_tokenizer_folder(path, key=key)
@@ -102,15 +115,7 @@ def load_tokenizer(
             f"{key}={path}; {type(tokenizer).__name__} gives no character offsets, "
             "which the chat masks need; use a tokenizer with a tokenizer.json."
         )
-    tokenizer = _as_meant(tokenizer, str(local or path), values=values, revision=revision, key=f"{key}={path}")
-    if chat_template_path is not None:
-        tokenizer.chat_template = _read_template(chat_template_path)
-        _try_template(tokenizer, place=f"model.chat_template_path={chat_template_path}; it")
-    elif chat_format != "tokenizer":
-        tokenizer.chat_template = _format_template(chat_format, tokenizer=tokenizer)
-    elif tokenizer.chat_template:
-        _try_template(tokenizer, place=f"{key}={path}; its chat template")
-    return tokenizer
+    return _as_meant(tokenizer, str(local or path), values=values, revision=revision, key=f"{key}={path}")
 
 
 def _as_meant(

@@ -254,27 +254,7 @@ def build_model(
     module, report = describe(source, lora=lora)
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
-    chosen = source.model
-    for part in module.modules():
-        if isinstance(part, WideLora | RoundedLinear):
-            part.row_shards = folding.row_shards if folding is not None else 1
-    if folding is not None:
-        read_heads_apart(module)
-    if folding is not None and chosen.stack == "unrolled":
-        read_activations_apart(module, row_shards=folding.row_shards)
-    if chosen.attention == "flash" and has_attention_kernel():
-        work_on_heads(module, with_adapters=not is_packed)
-    if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
-        recompute(module, remat=chosen.remat, saved=chosen.saved)
-    elif chosen.stack == "scanned" and folding is not None:
-        fold(
-            module,
-            folding,
-            rehearse=lambda: source.rehearse(module),
-            remat=chosen.remat,
-            saved=chosen.saved,
-            group=chosen.stack_group,
-        )
+    _lay_out(module, source, folding, is_packed=is_packed)
     in_place = folding.in_place if folding is not None and is_trained else None
     if in_place is not None:
         pad_weights(module, in_place)
@@ -301,6 +281,31 @@ def build_model(
         in_place.kept.clear()
         in_place.kept.update({f"{part.path}.weight": part.weight for part in written_adapters(module)})
     return made
+
+
+def _lay_out(module: nn.Module, source: HuggingFaceModel, folding: Folding | None, *, is_packed: bool) -> None:
+    """Change how a module computes, not what: heads and activations apart, layers folded or recomputed."""
+    chosen = source.model
+    for part in module.modules():
+        if isinstance(part, WideLora | RoundedLinear):
+            part.row_shards = folding.row_shards if folding is not None else 1
+    if folding is not None:
+        read_heads_apart(module)
+    if folding is not None and chosen.stack == "unrolled":
+        read_activations_apart(module, row_shards=folding.row_shards)
+    if chosen.attention == "flash" and has_attention_kernel():
+        work_on_heads(module, with_adapters=not is_packed)
+    if chosen.stack == "scanned" and folding is None and chosen.remat != "none":
+        recompute(module, remat=chosen.remat, saved=chosen.saved)
+    elif chosen.stack == "scanned" and folding is not None:
+        fold(
+            module,
+            folding,
+            rehearse=lambda: source.rehearse(module),
+            remat=chosen.remat,
+            saved=chosen.saved,
+            group=chosen.stack_group,
+        )
 
 
 def written_adapters(module: nn.Module) -> list[PaddedLora]:
