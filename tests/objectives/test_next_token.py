@@ -173,7 +173,7 @@ def lab(tmp_path, monkeypatch) -> Path:
 def test_an_objective_of_your_own_is_one_file_and_one_yaml(lab, tmp_path, runtime):
     """It draws: held-out losses are repeated to the bit, and a resumed run is the run left alone."""
     words = ("--config-dir", str(lab / "conf"), "plugins=[my_lab]", "objective=half", "name=own")
-    words += (f"hw.runtime={runtime}",)
+    words += (f"hw.runtime={runtime}", "debug=smoke")
     words += ("trainer.max_stage_steps=4", "trainer.log_every_steps=1", "trainer.eval_every_steps=2")
     words += ("curriculum=single", "schedule=constant", "sample.max_new_tokens=0", "checkpoint.every_steps=2")
     whole = finished(*words, output_dir=tmp_path / "whole")

@@ -93,7 +93,8 @@ def lab(tmp_path, monkeypatch) -> Path:
 def test_model_data_and_trainer_of_your_own(lab, tmp_path):
     added = ("--config-dir", str(lab / "conf"), "plugins=[my_lab]", "model=llama_small", "data=[proverbs]")
     common = (*added, "debug=smoke", "model.size=full", "data_size=full", "trainer.log_every_steps=1")
-    plain = finished(*common, output_dir=tmp_path / "plain")
+    common = (*common, "trainer.max_stage_steps=2", "sample.max_new_tokens=0")
+    plain = finished(*common, "hw.runtime=eager", output_dir=tmp_path / "plain")
     with_z = finished(*common, "trainer=z_loss", output_dir=tmp_path / "z")
     assert plain["model"] == with_z["model"] == "llama_small"
     assert plain["data"] == ["proverbs"]
