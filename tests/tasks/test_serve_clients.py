@@ -208,6 +208,10 @@ def test_large_requests(address):
         endless.settimeout(30)
         endless.sendall(head_of(1).replace(b"Content-Length: 1", b"Transfer-Encoding: chunked") + b"".join(chunks))
         assert b" 413 " in endless.recv(65536).splitlines()[0]
+    with connected(address) as odd:  # no HTTP; uvicorn's own answer
+        odd.settimeout(30)
+        odd.sendall(b"no HTTP at all\r\n\r\n")
+        assert b"HTTP/1.1 400" in odd.recv(65536)
     one_turn = {"messages": [{"role": "user", "content": "a " * (2**19 - 100)}]}
     assert refusal(address, one_turn)[0] == 400, "one turn of a mebibyte is counted, and refused"
 
