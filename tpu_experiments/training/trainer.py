@@ -10,25 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor, nn
 
-from tpu_experiments.checkpoint.errors import TrainingStopped, UnprovenError, on_rank_zero
+from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
-from tpu_experiments.checkpoint.proof import Export, InitialTensors, LossComparison
+from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
 from tpu_experiments.checkpoint.saver import Saver
 from tpu_experiments.checkpoint.state import (
     Snapshot,
-    are_sharded_over_hosts,
-    averaged,
     boxes_needed,
     flat,
     read_state,
     snapshot,
     zero_state,
 )
-from tpu_experiments.checkpoint.store import latest_step, read_step, remove_after, verify_newest
+from tpu_experiments.checkpoint.store import latest_step, remove_after, verify_newest
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import Intervals, costs_of, intervals_of
 from tpu_experiments.config.errors import ConfigError
@@ -43,7 +41,6 @@ from tpu_experiments.models.adapters.padded import with_adapters
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import layers_of, ternary_weights
 from tpu_experiments.models.passes.loss import Scores
-from tpu_experiments.models.sources.loaded import fault_of_written
 from tpu_experiments.models.stack.recomputed import is_recomputed
 from tpu_experiments.objectives.base import (
     Objective,
@@ -55,12 +52,10 @@ from tpu_experiments.objectives.base import (
     writes_text,
 )
 from tpu_experiments.optim.base import Optimizer, State
-from tpu_experiments.optim.ema import LAG, Averages
+from tpu_experiments.optim.ema import Averages
 from tpu_experiments.optim.updates import Updates, optimizer_of, updates_of
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
-from tpu_experiments.runtime.host_copies import host_copy
-from tpu_experiments.runtime.stacked import is_stack, stacked
-from tpu_experiments.storage import paths
+from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.batches import (
     RunInputs,
@@ -81,6 +76,7 @@ from tpu_experiments.training.canary import HostModel, check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
 from tpu_experiments.training.evaluation import Evaluation, Evaluator
 from tpu_experiments.training.exit_test import apply_exit_test
+from tpu_experiments.training.exporting import export_trained
 from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
@@ -262,68 +258,6 @@ class Trainer:
         settings = replace(self.config.checkpoint, every_steps=self.intervals.save)
         return Saver(settings, spool, runtime=self.runtime, start=start, loss_comparison=loss_comparison)
 
-    @cached_property
-    def stored_parameters(self) -> Mapping[str, Tensor] | None:
-        """Trained tensors of the run's last checkpoint, read at access, where no host has them whole; otherwise None.
-
-        With `optim.ema` they are the averages.
-
-        Every process takes part, at the end of the run, whose last step is always saved.
-
-        Raises:
-            TrainingStopped: the checkpoint cannot be read.
-        """
-        if not are_sharded_over_hosts(self.parameters, self.runtime):
-            return None
-        folder, step = self.outputs.folder.path("checkpoints"), self.progress.step
-        verify_newest(folder, self.runtime.hosts, before=step + 1)
-
-        def read() -> Mapping[str, Tensor]:
-            return read_step(folder, step, lambda _, groups: averaged(groups), max_held_bytes=0)
-
-        try:
-            return self.runtime.hosts.together(read)
-        except (FileNotFoundError, ValueError) as error:
-            raise TrainingStopped(
-                f"{folder}; the checkpoint of step {step}, which the export is made from, cannot be read ({error}); "
-                "the same command makes it again from the one before."
-            ) from error
-
-    def verify_export(self) -> dict[str, Any] | None:
-        """Return the verification of the written adapter or model; every process takes part."""
-        if not self.config.checkpoint.prove:
-            return None
-        folder = self.outputs.folder.path("adapter" if self.config.lora.r > 0 else "model")
-        export = Export(
-            folder,
-            digests=self.outputs.export_digests,
-            model=self.model,
-            start=self.saver.start,
-            max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
-            trained=self.stored_parameters,
-        )
-        found = export.verify(self.progress, loss_comparison=self.saver.loss_comparison, runtime=self.runtime)
-        on_rank_zero(self.runtime, self.require_readable)
-        return found
-
-    def require_readable(self) -> None:
-        """Require transformers to compute from a written model what this run's classes compute from it.
-
-        Raises:
-            UnprovenError: it computes other logits, or cannot read it.
-        """
-        source, is_whole = self.model.source, self.config.lora.r == 0
-        folder = self.outputs.folder.path("model" if is_whole else "base")
-        is_written = is_whole or getattr(source, "random", False)
-        if not is_written or not isinstance(source, HuggingFaceModel) or self.config.trainer.canary.when == "never":
-            return
-        if paths.is_remote(folder):
-            log.info("check of %s by transformers: skipped (it is not on this machine; task=export makes it)", folder)
-            return
-        fault = fault_of_written(source, folder)
-        if fault is not None:
-            raise UnprovenError(fault)
-
     def build_updates(self, parameters: Mapping[str, Tensor]) -> Updates:
         """Return the optimizer with the facts of every parameter."""
         groups = self.objective.parameter_groups(list(parameters), clip_norm=self.config.optim.clip_norm)
@@ -342,20 +276,6 @@ class Trainer:
         """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
         own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
         return self.seat.evaluated(own)
-
-    def take_averages(self, stored: Mapping[str, Tensor] | None) -> None:
-        """Replace the parameters by their averages, which are exported; no step or checkpoint may follow.
-
-        Args:
-            stored: `stored_parameters`.
-        """
-        if not self.config.optim.ema:
-            return
-        for name in self.model.order:
-            lag = self.state[name][LAG]
-            average = host_copy(self.parameters[name]) + host_copy(lag) if stored is None else stacked(stored, name)
-            self.parameters[name] = self.runtime.place(average, name=name)
-            self.state[name][LAG] = self.runtime.zeros(lag.shape, name=f"{name}/{LAG}")
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""
@@ -623,11 +543,7 @@ class Trainer:
             self.report_answers(answered)
         sample = self.report_samples(texts, "after")
         with self.watch.measure("checkpoint"):
-            stored = self.stored_parameters
-            self.take_averages(stored)
-            self.outputs.export(self.model, stored=stored)
-            self.runtime.barrier("exported")
-            proof = self.verify_export()
+            proof = export_trained(self)
         seconds = dict(self.watch.seconds)
         ending = Ending(
             progress=self.progress,
