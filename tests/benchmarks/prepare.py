@@ -11,6 +11,10 @@ conversation joins 2 to 5 short ones, drawn at random, with a tag of new words i
 another. CPU seconds and memory are sums over processes, sampled once a second; a page that n processes share counts as
 1/n of one for each (PSS). Tokens leave out padding: TRL's `bfd` and the plain case cut conversations at 1,024 and drop
 the rest, the others split them. TRL also learns the line breaks around an answer.
+
+The cases of pairs read a file of preference pairs in its place: the same conversations, whose last answer is chosen,
+and that of another one rejected. TRL's is the preprocessing of `DPOTrainer`, which pads pairs later and fills no rows;
+ours ends with packed rows. Tokens are those of both conversations of a pair, with the prompt in each.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -48,6 +53,13 @@ CASES = {
     "trl_bfd_split_1": "TRL bfd_split",
     "plain": "datasets.map, next fit (cuts)",
 }
+CASES_OF_PAIRS = {
+    "ours_pairs": "ours, pairs",
+    "ours_pairs_1": "ours, pairs",
+    "trl_pairs": "TRL DPOTrainer",
+    "trl_pairs_1": "TRL DPOTrainer",
+}
+NAMES = CASES | CASES_OF_PAIRS
 COLUMNS = "case|processes|s|CPU s|tokens/s|ours / this|tokens|rows|filled|supervised|PSS, GiB|left out"
 
 Turns = list[dict[str, str]]
@@ -61,7 +73,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=60, help="size of the corpus")
     parser.add_argument("--joined", type=int, nargs=2, default=(2, 5), help="fewest and most short ones in one")
     parser.add_argument("--rounds", type=int, default=1, help="the fastest counts")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=NAMES, default=list(CASES))
     parser.add_argument("--case", nargs=2, metavar=("CASE", "FOLDER"), help="one case, in this process")
     args = parser.parse_args()
     if args.case:
@@ -70,6 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, bases = Path(temporary), base_conversations()
         num_rows = write_corpus(folder / "corpus.jsonl", bases, num_bytes=int(args.mb * 1e6), joined=args.joined)
+        if not CASES_OF_PAIRS.keys().isdisjoint(args.cases):
+            write_pairs(folder)
         train_tokenizer(folder / "tokenizer", bases)
         packages = ", ".join(f"{name} {version(name)}" for name in ("trl", "datasets", "transformers", "tokenizers"))
         print(f"{platform.machine()}, {CORES} cores, load {os.getloadavg()[0]:.1f}; {packages}")
@@ -123,6 +137,18 @@ def write_corpus(path: Path, bases: Bases, *, num_bytes: int, joined: tuple[int,
     return number
 
 
+def write_pairs(folder: Path) -> None:
+    """Write pairs.jsonl from corpus.jsonl: the rejected answer is the last one of the conversation before."""
+    other = {"role": "assistant", "content": "-"}
+    with (folder / "corpus.jsonl").open(encoding="utf-8") as source, (folder / "pairs.jsonl").open("wb") as file:
+        for text in source:
+            *prompt, answer = json.loads(text)["messages"]
+            row = {"prompt": prompt, "chosen": [answer], "rejected": [other]}
+            if answer != other:
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            other = answer
+
+
 def train_tokenizer(folder: Path, bases: Bases) -> None:
     """A byte-level BPE with Qwen2.5's control tokens and template."""
     import trl
@@ -157,8 +183,8 @@ def line(case: str, result: Result, speeds: dict[int, float]) -> str:
     """One line of the table; `speeds` are those of ours so far, by number of processes."""
     seconds, tokens, rows = result["seconds"], result["tokens"], result["rows"]
     processes, speed = 1 if case.endswith("_1") else CORES, tokens / seconds
-    cells = [CASES[case], processes, f"{seconds:.1f}", f"{result['cpu']:.1f}", f"{speed:,.0f}"]
-    speeds |= {processes: speed} if case in ("ours", "ours_1") else {}
+    cells = [NAMES[case], processes, f"{seconds:.1f}", f"{result['cpu']:.1f}", f"{speed:,.0f}"]
+    speeds |= {processes: speed} if case.startswith("ours") and case != "ours_near" else {}
     cells += [f"{speeds[processes] / speed:.2f}" if processes in speeds else "-", f"{tokens:,}", f"{rows:,}"]
     cells += [f"{tokens / (rows * SEQ_LEN):.2%}", f"{result['supervised_tokens']:,}"]
     cells += [f"{result['pss'] / GIB:.2f}", result["left_out"]]
@@ -197,7 +223,12 @@ def run_case(case: str, folder: Path) -> Result:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     name, processes = case.removesuffix("_1"), None if case.endswith("_1") else CORES
     file, result = str(folder / "corpus.jsonl"), {"seconds": 0.0, "cpu": 0.0, "pss": 0}
-    if name.startswith("ours"):
+    if name == "trl_pairs":
+        counts = trl_pairs(str(folder / "pairs.jsonl"), tokenizer, result, processes=processes)
+    elif name == "ours_pairs":
+        file = str(folder / "pairs.jsonl")
+        counts = ours(file, tokenizer, result, near=None, workers=processes or 1, kind="preference")
+    elif name.startswith("ours"):
         counts = ours(file, tokenizer, result, near=0.8 if name == "ours_near" else None, workers=processes or 1)
     elif name == "plain":
         counts = plain(file, tokenizer, result, processes=processes)
@@ -206,7 +237,7 @@ def run_case(case: str, folder: Path) -> Result:
     return result | counts
 
 
-def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, workers: int) -> Result:
+def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, workers: int, kind: str = "chat") -> Result:
     """Exact duplicates are looked for, and the audit's numbers counted, within the time."""
     from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
     from tpu_experiments.data.prepare import Preparation, prepare
@@ -215,7 +246,7 @@ def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, worke
     if workers > 1:
         start_server()
         time.sleep(IMPORTING_SECONDS)
-    source = DataSourceConfig(path=file, kind="chat", eval_fraction=0, test_fraction=0)
+    source = DataSourceConfig(path=file, kind=kind, eval_fraction=0, test_fraction=0)
     source.duplicates.near = near
     with tempfile.TemporaryDirectory() as out:
         how = Preparation(PrepareConfig(workers=workers), out, tokenizer, {})
@@ -246,6 +277,22 @@ def trl(file: str, tokenizer: Any, result: Result, *, strategy: str, processes: 
     config = SFTConfig(dataset_num_proc=processes, **options)
     trainer = TimedTrainer(model, config, train_dataset=dataset, processing_class=tokenizer)
     return counted(trainer.train_dataset)
+
+
+def trl_pairs(file: str, tokenizer: Any, result: Result, *, processes: int | None) -> Result:
+    """The trainer's own preprocessing, without a trainer, which would need a model."""
+    from datasets import load_dataset
+    from trl import DPOConfig, DPOTrainer
+
+    options = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": "none"}
+    config = DPOConfig(dataset_num_proc=processes, max_length=2 * SEQ_LEN, **options)
+    with measured(result):
+        dataset = load_dataset("json", data_files=file, split="train")
+        made = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokenizer), dataset, tokenizer, config, "train")
+    answers = sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in made)
+    tokens = answers + 2 * sum(len(row["prompt_ids"]) for row in made)
+    left_out = f"{len(dataset) - len(made)} prompts of {2 * SEQ_LEN}"
+    return {"tokens": tokens, "rows": 2 * len(made), "supervised_tokens": answers, "left_out": left_out}
 
 
 def plain(file: str, tokenizer: Any, result: Result, *, processes: int | None) -> Result:

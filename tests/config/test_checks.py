@@ -52,6 +52,13 @@ CASES = {
     "unknown stage": (["curriculum.stages.txt.steps=3"], ["has no txt. Did you mean 'text'?", "conf/curriculum"]),
     "new stage": (["+curriculum.stages.warm.steps=3"], ["the command line cannot add one", "conf/curriculum"]),
     "unknown option": (["trainer.options.x=1"], ["trainer.options has no x.", "write '+trainer.options.x=1'"]),
+    "pairs with an objective of texts": (
+        ["data=orca_dpo_pairs", "curriculum=single"],
+        [
+            "data.orca_dpo_pairs.kind=preference with objective=next_token; it does not compare the two answers",
+            "set objective=dpo",
+        ],
+    ),
     "no choice": (["hw.device=gpu"], ["hw.device=gpu; it is not a choice. Did you mean 'tpu'?"]),
     "out of range": (["lora.dropout=1"], ["lora.dropout=1.0; it must be below 1."]),
     "name with a slash": (["name=a/b"], ["name=a/b; it names a folder: use letters"]),

@@ -24,6 +24,7 @@ from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.page import audit_pages
 from tpu_experiments.data.audit.summary import audit_table
 from tpu_experiments.data.documents import Document
+from tpu_experiments.data.steps.blocks import read_texts
 from tpu_experiments.data.steps.pack import flatten, pack
 from tpu_experiments.data.steps.pairs import cut_prompts
 from tpu_experiments.data.tokens.tokenize import CUT, LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
@@ -299,6 +300,21 @@ def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tokenizer):
     assert places == ["line 6 of a.jsonl", "line 5 of a.jsonl"]
 
 
+def test_kept_documents_are_read_back_as_the_same_pairs(tmp_path, tokenizer):
+    rows = [
+        pair_row(number) | {"score_chosen": 2.0, "score_rejected": 1.0, "system": "Fii scurt."} for number in range(9)
+    ]
+    rows[0]["prompt"] = CONVERSATION
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,), documents="keep")
+    (kept,) = tmp_path.rglob("*.parquet")
+    first = documents_of(tmp_path, rows)
+    again = read(kept, kind="preference", format="auto")
+    assert [(each.content, each.scores) for each in again] == [(each.content, each.scores) for each in first]
+    texts = read_texts(str(kept.parent), kept.stem)
+    assert texts[1] == [text for half in (first[1], first[1].rejected) for _, text in half.messages]
+
+
 def test_a_reader_of_the_users_own_gives_pairs(tmp_path, tokenizer):
     sides = [
         (("user", f"Întrebarea {n}"), ("assistant", answer)) for n in range(8) for answer in (f"da {n}", f"nu {n}")
@@ -322,11 +338,11 @@ def test_the_samples_of_shipped_sources_are_read_whole(tmp_path, tokenizer, name
     values = OmegaConf.to_object(OmegaConf.load(REPOSITORY / "conf" / "data" / f"{name}.yaml"))[name]
     source = DataSourceConfig(**values | {"clean": CleanConfig(**values.get("clean", {}))})
     assert source.kind == "preference"
-    sources = {"x": replace(source, eval_fraction=0.0, test_fraction=0.0)}
+    sources = {"x": replace(source, eval_fraction=0.0, test_fraction=0.0, max_documents=100)}
     found = prepared(sources, folder=tmp_path, tokenizer=tokenizer, seq_lens=(512,), data_size="sample")
     manifest = found["x"].manifests[512]
     with open(REPOSITORY / source.sample_path, encoding="utf-8") as file:
-        num_lines = sum(1 for _ in file)
+        num_lines = min(100, sum(1 for _ in file))
     assert manifest["splits"]["train"]["documents"] == manifest["noticed"]["pairs"]["count"] == num_lines
     assert manifest["not_read"] == ({"prompt_id": num_lines} if name == "ultrafeedback_binarized" else {})
     assert not [f for f in audit_findings([manifest]) if f.severity == "error"]

@@ -528,9 +528,8 @@ def _pairs(config: Config) -> list[str]:
         f"data.{source}.kind={each.kind} with objective={name}; it compares the answers of preference pairs; set "
         f"data.{source}.kind=preference, or another objective."
         if reads_pairs
-        else f"data.{source}.kind=preference with objective={name}; it compares no answers, as those of "
-        "a pair are; set objective=dpo, or another objective of preferences, or "
-        f"'data.{source}.fields={{completion: chosen}}' with data.{source}.kind=chat to learn the chosen answers."
+        else f"data.{source}.kind=preference with objective={name}; it does not compare the two answers of a pair; set "
+        "objective=dpo, or another objective of preferences."
         for source, each in config.data.items()
         if reads_pairs != (each.kind == "preference")
     ]

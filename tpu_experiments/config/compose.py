@@ -126,7 +126,7 @@ def _default_name(model: str, sources: list[str], hw: str) -> str:
 
 def _prompt(config: Config) -> str:
     """Return the sample prompt, in the language of the data."""
-    sources = sorted(config.data.values(), key=lambda source: source.kind != "chat")
+    sources = sorted(config.data.values(), key=lambda source: source.kind == "text")
     return next((source.prompt for source in sources[:1] if source.prompt), PROMPT)
 
 

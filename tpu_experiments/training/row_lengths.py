@@ -93,5 +93,5 @@ def rows_text(rows: Rows) -> str:
 def _length_words(name: str, lengths: Lengths, *, kind: str) -> str:
     if lengths.held is None:
         return f"data.{name} has no documents"
-    held = "99 % of the documents" if kind == "chat" else "95 % of the documents"
+    held = "95 % of the documents" if kind == "text" else "99 % of the documents"
     return f"{held} of data.{name} have {lengths.held:,} tokens or fewer, all together {lengths.total:,}"

@@ -19,7 +19,7 @@ def side_files(source: HuggingFaceModel, *, config: Config, inputs: RunInputs) -
     Raises:
         ConfigError: the base's generation_config.json cannot be read.
     """
-    learns_turns = any(found.kind == "chat" for found in config.data.values())
+    learns_turns = any(found.kind != "text" for found in config.data.values())
     return {
         "config": model_config(source, tokenizer=inputs.tokenizer),
         "tokenizer": inputs.tokenizer,

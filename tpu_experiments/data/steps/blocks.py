@@ -67,13 +67,24 @@ TOOL_SCHEMA = SCHEMA.set(2, pyarrow.field("messages", pyarrow.list_(_EXTRA_TURN)
     pyarrow.field("tools", pyarrow.string())
 )
 """Schema of files with conversations that have reasoning or use tools; calls and tools are JSON strings."""
+PAIR_SCHEMA = pyarrow.schema(
+    [
+        ("id", pyarrow.string()),
+        *((name, pyarrow.list_(_EXTRA_TURN)) for name in ("chosen", "rejected")),
+        *((name, pyarrow.float64()) for name in ("score_chosen", "score_rejected")),
+        *((name, pyarrow.string()) for name in ("source", "place", "tools")),
+    ]
+)
+"""Schema of files with preference pairs; both are whole conversations."""
 
 
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
     """Write `<folder>/<name>.parquet` atomically; `format: auto` reads it back."""
     paths.make_dirs(folder)
     rows = [
-        {
+        _row_of_pair(document, document.rejected, source=source)
+        if document.rejected is not None
+        else {
             "id": document.id,
             "text": document.text,
             "messages": _turns(document),
@@ -84,9 +95,24 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
         for document in documents
     ]
     schema = TOOL_SCHEMA if any(document.uses_tools for document in documents) else SCHEMA
+    schema = PAIR_SCHEMA if any(document.rejected is not None for document in documents) else schema
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
     paths.write_bytes_atomic(_path(folder, name), buffer.getvalue())
+
+
+def _row_of_pair(document: Document, rejected: Document, *, source: str) -> dict[str, Any]:
+    chosen, other = document.scores or (None, None)
+    return {
+        "id": document.id,
+        "chosen": _turns(document),
+        "rejected": _turns(rejected),
+        "score_chosen": chosen,
+        "score_rejected": other,
+        "source": source,
+        "place": document.place,
+        "tools": document.tools or None,
+    }
 
 
 def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
@@ -100,12 +126,13 @@ def _turns(document: Document) -> list[dict[str, str | bool | None]] | None:
 
 
 def read_texts(folder: str, name: str) -> list[list[str]]:
-    """Read the texts of a block's documents: one each, or of a conversation one for each turn that is not blank."""
-    table = pyarrow.parquet.read_table(io.BytesIO(_read(_path(folder, name))), columns=["text", "messages"])
-    return [
-        [row["text"]] if row["messages"] is None else [t["content"] for t in row["messages"] if t["content"].strip()]
-        for row in table.to_pylist()
-    ]
+    """Read the texts of a block's documents: one each, or of conversations one for each turn that is not blank."""
+    table = pyarrow.parquet.read_table(io.BytesIO(_read(_path(folder, name))))
+    found = []
+    for row in table.to_pylist():
+        turns = [turn for key in ("messages", "chosen", "rejected") for turn in row.get(key) or ()]
+        found.append([turn["content"] for turn in turns if turn["content"].strip()] if turns else [row["text"]])
+    return found
 
 
 def documents_exist(names: Iterable[str], folder: str) -> bool:

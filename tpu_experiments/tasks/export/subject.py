@@ -177,7 +177,7 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
     tokenizer = load_run_tokenizer(origin.config)
     model = replace(model, config=model_config(source, tokenizer=tokenizer))
     kinds = origin.kinds or {source.kind for source in origin.config.data.values()}
-    generation = generation_config(source, tokenizer=tokenizer, learns_turns="chat" in kinds)
+    generation = generation_config(source, tokenizer=tokenizer, learns_turns=not kinds <= {"text"})
     return Subject(origin.config, task, origin, source, model, tokenizer, place, generation)
 
 

@@ -50,7 +50,7 @@ def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, *, format: str, 
         ConfigError: `chat` without a chat template, or `text` with a system text.
     """
     if format == "auto":
-        trained_chat = origin.kinds is None or "chat" in origin.kinds
+        trained_chat = origin.kinds is None or not origin.kinds <= {"text"}
         kind = "chat" if trained_chat and tokenizer.chat_template else "text"
     else:
         kind = format
