@@ -228,7 +228,7 @@ def with_low(x: Tensor, a: Tensor, *, parts: int | None) -> tuple[Tensor, Tensor
         a: scaled, (r, K).
         parts: see `widened` (runtime/ops.py); None puts both together by `torch.cat` all the same, which is faster
             where a loop gathers weights (Mistral 7B on v5e-8, FSDP: 4,504 instead of 4,395 tokens/s; where a loop's
-            weights are whole, on v6e-8, 14,891 instead of 14,977).
+            weights are whole, on v6e-8, 15,580 instead of 16,709).
     """
     out: tuple[Tensor, Tensor] = _WithLow.apply(x, a, parts)
     return out
