@@ -1,25 +1,32 @@
 """Preference pairs from file to rows: tokens, the two segments of a pair, cut prompts, splits, duplicates, bad rows."""
 
+import html
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from tests.data import trl_pairs
-from tests.data.preparing import all_rows, prepared, write_lines
+from tests.data.preparing import REPOSITORY, all_rows, prepared, write_lines
 from tests.data.readers import read
 from tests.data.small_tokenizers import byte_level, with_template
 from tests.data.templates import QWEN25
-from tpu_experiments.config.data_schema import DataSourceConfig, DuplicatesConfig
+from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, DuplicatesConfig
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.data.audit.findings import audit_findings
+from tpu_experiments.data.audit.page import audit_pages
+from tpu_experiments.data.audit.summary import audit_table
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.pack import flatten, pack
 from tpu_experiments.data.steps.pairs import cut_prompts
-from tpu_experiments.data.tokens.tokenize import LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
+from tpu_experiments.data.tokens.tokenize import CUT, LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
 
 WORDS = ["casa", "masa", "apa", "drum", "munte", "soare", "lună", "stea", "floare", "pădure"]
 
@@ -305,3 +312,98 @@ def test_a_reader_of_the_users_own_gives_pairs(tmp_path, tokenizer):
     found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,), readers=readers)["x"]
     assert found.manifests[128]["splits"]["train"]["documents"] == 8
     assert found.manifests[128]["documents_reported"] == {"no_pair": 1}
+
+
+SOURCES = ("ultrafeedback_binarized", "orca_dpo_pairs", "ro_dpo_helpsteer", "stories_pairs_ro")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_samples_of_shipped_sources_are_read_whole(tmp_path, tokenizer, name):
+    values = OmegaConf.to_object(OmegaConf.load(REPOSITORY / "conf" / "data" / f"{name}.yaml"))[name]
+    source = DataSourceConfig(**values | {"clean": CleanConfig(**values.get("clean", {}))})
+    assert source.kind == "preference"
+    sources = {"x": replace(source, eval_fraction=0.0, test_fraction=0.0)}
+    found = prepared(sources, folder=tmp_path, tokenizer=tokenizer, seq_lens=(512,), data_size="sample")
+    manifest = found["x"].manifests[512]
+    with open(REPOSITORY / source.sample_path, encoding="utf-8") as file:
+        num_lines = sum(1 for _ in file)
+    assert manifest["splits"]["train"]["documents"] == manifest["noticed"]["pairs"]["count"] == num_lines
+    assert manifest["not_read"] == ({"prompt_id": num_lines} if name == "ultrafeedback_binarized" else {})
+    assert not [f for f in audit_findings([manifest]) if f.severity == "error"]
+
+
+def audited(tmp_path, tokenizer, rows, **fields):
+    """The manifest and the training rows of pairs that are all trained on."""
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = pair_source(path, eval_fraction=0.0, test_fraction=0.0, fields=fields)
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,))["x"]
+    return found.manifests[256], found.store("train", 256)
+
+
+def scored(number, *, chosen, rejected):
+    """A pair with scores and answers of equal length."""
+    row = pair_row(number) | {"chosen": f"Da, {number}.", "rejected": f"Nu, {number}."}
+    return row | {"score_chosen": chosen, "score_rejected": rejected}
+
+
+def test_scores_that_contradict_the_order_are_counted_and_swapped_columns_are_an_error(tmp_path, tokenizer):
+    rows = [scored(n, chosen=5.0, rejected=7.0 if n < 3 else 5.0 if n < 6 else 2.0) for n in range(20)]
+    manifest, _ = audited(tmp_path / "few", tokenizer, [*rows, pair_row(30)])
+    pairs = manifest["noticed"]["pairs"]
+    assert (pairs["count"], pairs["scored"], pairs["contradicted"]) == (21, 20, 3)
+    assert "scores contradict the order in 3 of 20" in " ".join(audit_table([manifest]).split())
+    (few,) = [f for f in audit_findings([manifest]) if "scores" in f.message]
+    assert few.severity == "warning"
+    swapped = {
+        "chosen": "rejected",
+        "rejected": "chosen",
+        "score_chosen": "score_rejected",
+        "score_rejected": "score_chosen",
+    }
+    manifest, _ = audited(tmp_path / "most", tokenizer, rows[6:], **swapped)
+    (most,) = [f for f in audit_findings([manifest]) if "scores" in f.message]
+    assert most.severity == "error"
+    assert most.message.startswith("data.x; 14 of 14 training pairs (100.0 %) with scores have the higher score at")
+
+
+def test_a_side_that_is_longer_is_told_with_lengths(tmp_path, tokenizer):
+    rows = [scored(n, chosen=1, rejected=0) for n in range(20)]
+    manifest, _ = audited(tmp_path / "even", tokenizer, rows)
+    assert not [f for f in audit_findings([manifest]) if "longer" in f.message]
+    rows = [row | {"chosen": f"Da, {row['prompt']}"} for row in rows[:17]] + rows[17:]
+    manifest, _ = audited(tmp_path / "long", tokenizer, rows)
+    pairs = manifest["noticed"]["pairs"]
+    assert (pairs["chosen_longer"], pairs["rejected_longer"]) == (17, 0)
+    tokens = tokens_of(documents_of(tmp_path, rows), tokenizer)
+    lengths = np.array([[learn.sum() for _, learn in halves(each)] for each in tokens])
+    assert [pairs["chosen_tokens"], pairs["rejected_tokens"]] == lengths.sum(axis=0).tolist()
+    (longer,) = [f for f in audit_findings([manifest]) if "longer" in f.message]
+    assert longer.severity == "warning"
+    assert "the chosen answer is the longer one of 17 of 20 training pairs (85.0 %)" in longer.message
+
+
+def test_the_page_shows_pairs_side_by_side(tmp_path, tokenizer):
+    rows = [pair_row(number) for number in range(12)]
+    manifest, store = audited(tmp_path, tokenizer, rows)
+    pages = audit_pages([manifest], stores={("x", 256): store}, tokenizer=tokenizer, name="audit")
+    (text,) = pages.values()
+    table = text[text.index("Pairs, side by side") :].partition("</table>")[0]
+    cells = [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", line)] for line in table.split("<tr>")[2:]]
+    assert cells
+    for prompt, chosen, rejected, lengths in cells:
+        (row,) = [row for row in rows if row["prompt"] in prompt]
+        assert chosen == f"{row['chosen']}<|im_end|>"
+        assert rejected == f"{row['rejected']}<|im_end|>"
+        first, second = map(int, lengths.split(" and "))
+        assert first == len(tokenizer(chosen)["input_ids"]) - len(tokenizer("")["input_ids"])
+        assert second == len(tokenizer(rejected)["input_ids"]) - len(tokenizer("")["input_ids"])
+
+
+def test_tokens_of_conversations_have_no_flag_of_pairs(tmp_path, tokenizer):
+    """Their flags have no bit of pairs, so that tokens of before are read as ever."""
+    texts = write_lines(
+        tmp_path / "chat.jsonl", [{"messages": turns("a", "b", "c", "d")}, {"messages": turns("e", "f")}]
+    )
+    [first, second] = read(texts, kind="chat", format="messages")
+    made = DocumentTokenizer(tokenizer).tokenize([first, second])
+    assert all((each.flags & ~np.uint8(LEARN | CUT) == 0).all() for each in made)

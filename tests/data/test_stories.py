@@ -63,6 +63,21 @@ def test_no_training_text_says_a_reserved_fact():
     assert not any(fact.is_reserved for fact in read)
 
 
+def test_a_pair_prefers_the_answer_alone_and_says_no_reserved_fact():
+    lines = (FOLDER / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = [json.loads(line) for line in lines]
+    assert len({pair["prompt"] for pair in pairs}) == stories.NUM_PAIRS
+    for pair in pairs:
+        told = said_in(pair["prompt"][: pair["prompt"].rindex(".") + 1])
+        (fact,) = said_in(pair["chosen"])
+        longer = said_in(pair["rejected"])
+        assert pair["prompt"].endswith(fact.question)
+        assert longer[0] == fact
+        assert len(set(longer)) == len(longer) in (2, 3)
+        assert {fact, *longer} <= set(told), "both answers are right"
+        assert not any(each.is_reserved for each in told)
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_every_question_asks_for_a_reserved_fact_that_its_story_tells_once(name):
     asked = rows(name)

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "stories"
-NUM_TEXTS, NUM_CONVERSATIONS, NUM_QUESTIONS = 60_000, 3_400, 60
+NUM_TEXTS, NUM_CONVERSATIONS, NUM_PAIRS, NUM_QUESTIONS = 60_000, 3_400, 1_200, 60
 VOCAB_SIZE = 1408  # every word of the stories is a single token
 TOLD_RELATIONS = {1: (3, 8), 2: (2, 3), 3: (2, 2)}
 """Minimum and maximum number of relations in a pre-training story, by its number of persons."""
@@ -287,6 +288,18 @@ def conversation(rng: random.Random, *, num_persons: int, is_reserved: bool) -> 
     return {"messages": [question, {"role": "assistant", "content": fact.sentence(0)}]}
 
 
+def preference(rng: random.Random, *, num_persons: int) -> dict[str, str]:
+    """Return a story with a question, answered in one sentence, and rather not in that sentence and further ones."""
+    facts, fact = asked(rng, num_persons=num_persons, is_reserved=False)
+    more = rng.sample([other for other in facts if other != fact], rng.randint(1, 2))
+    chosen = fact.sentence(0)
+    return {
+        "prompt": f"{story(rng, facts)} {fact.question}",
+        "chosen": chosen,
+        "rejected": " ".join([chosen, *(other.sentence(0) for other in more)]),
+    }
+
+
 def texts(kind: str) -> Iterator[str]:
     """Generate the texts of one stage of pre-training."""
     rng = random.Random(f"texts {kind}")
@@ -295,8 +308,8 @@ def texts(kind: str) -> Iterator[str]:
 
 def shipped() -> dict[str, str]:
     """Return the content of every shipped file but the tokenizer, by name."""
-    drawn = {name: random.Random(name) for name in ("conversations", "one_person", "several_persons")}
-    rows = {
+    drawn = {name: random.Random(name) for name in ("conversations", "one_person", "several_persons", "pairs")}
+    rows: dict[str, list[Any]] = {
         "conversations": [
             conversation(drawn["conversations"], num_persons=(1, 1, 2, 3)[i % 4], is_reserved=False)
             for i in range(NUM_CONVERSATIONS)
@@ -308,6 +321,7 @@ def shipped() -> dict[str, str]:
             conversation(drawn["several_persons"], num_persons=2 + i % 2, is_reserved=True)
             for i in range(NUM_QUESTIONS)
         ],
+        "pairs": [preference(drawn["pairs"], num_persons=(1, 1, 2, 3)[i % 4]) for i in range(NUM_PAIRS)],
     }
     return {
         f"{name}.jsonl": "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in several)
@@ -364,7 +378,7 @@ def main(arguments: list[str]) -> None:
     for name, content in shipped().items():
         (FOLDER / name).write_text(content, encoding="utf-8")
     tokenizer().save_pretrained(FOLDER / "tokenizer")
-    print(f"{FOLDER}: {NUM_CONVERSATIONS} conversations, 2 x {NUM_QUESTIONS} questions, {VOCAB_SIZE} tokens")
+    print(f"{FOLDER}: {NUM_CONVERSATIONS} conversations, {NUM_PAIRS} pairs, 2 x {NUM_QUESTIONS} questions")
 
 
 if __name__ == "__main__":

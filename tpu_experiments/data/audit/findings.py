@@ -28,10 +28,16 @@ MIN_CUT, MIN_CUT_INSIDE, MIN_CUT_PEAK = 0.02, 0.6, 5
 they are this many times as many as those of a length nearby."""
 MAX_SHORTENED = 0.05
 """Share of the training documents that are truncated or dropped because they are longer than a row."""
+MAX_CONTRADICTED = 0.5
+"""Share of the scored pairs whose rejected answer has the higher score, from which on the columns are swapped."""
+MAX_LONGER = 0.75
+"""Share of the pairs in which the same side is longer, from which on length is what is learnt."""
 MIN_DOCUMENTS = 5
 """Fewer documents are alike by chance."""
 ROW_MULTIPLE = 128
 """Recommended row lengths are multiples of this, which a TPU computes without padding."""
+NOUNS = {"chat": "training conversation", "preference": "training pair"}
+"""What documents with answers are called, by kind."""
 ANSWERS_SHOWN = 8
 """Answers of a conversation that are listed separately; later ones are joined."""
 
@@ -253,19 +259,23 @@ def _longer_rows(manifest: Manifest) -> str:
 def _shortened(manifest: Manifest, *, numbers: Mapping[str, Any]) -> Found:
     """Report documents that are truncated or dropped because they are longer than a row."""
     name, cut, documents = manifest["source"], numbers["documents_truncated"], numbers["documents"]
+    are_pairs = manifest["kind"] == "preference"
     if cut > MAX_SHORTENED * documents:
         yield (
             "warning",
-            f"data.{name}; {_share(cut, documents, 'training document')} are longer than {manifest['seq_len']:,} "
-            f"tokens and truncated by prepare.long_documents=truncate, {numbers['tokens_dropped']:,} tokens are "
-            f"dropped; {_longer_rows(manifest)}.",
+            f"data.{name}; {_share(cut, documents, 'training pair' if are_pairs else 'training document')} are longer "
+            f"than {manifest['seq_len']:,} tokens and "
+            + ("their prompts are cut" if are_pairs else "truncated by prepare.long_documents=truncate")
+            + f", {numbers['tokens_dropped']:,} tokens are dropped; {_longer_rows(manifest)}.",
         )
     dropped, read = manifest["documents_reported"].get("too_long", 0), manifest["documents_in"]
     if dropped > MAX_SHORTENED * read:
         yield (
             "warning",
-            f"data.{name}; {_share(dropped, read, 'document')} are longer than {manifest['seq_len']:,} tokens and left "
-            f"out by prepare.long_documents=drop; {_longer_rows(manifest)}.",
+            f"data.{name}; {_share(dropped, read, 'pair' if are_pairs else 'document')} are longer than "
+            f"{manifest['seq_len']:,} tokens and left out"
+            + (" with both answers, which are never cut" if are_pairs else " by prepare.long_documents=drop")
+            + f"; {_longer_rows(manifest)}.",
         )
 
 
@@ -277,8 +287,8 @@ def _noticed(manifest: Manifest) -> Found:
     name, noticed = manifest["source"], manifest.get("noticed", {})
     if "documents" not in noticed:
         return
-    documents, is_chat = noticed["documents"], manifest["kind"] == "chat"
-    kind = "training conversation" if is_chat else "training text"
+    documents, is_chat = noticed["documents"], manifest["kind"] in NOUNS
+    kind = NOUNS.get(manifest["kind"], "training text")
     special = manifest["changes"].get("special_tokens_in_text", 0)
     if noticed["rendered"] > MIN_RENDERED * documents:
         remedy = (
@@ -310,14 +320,46 @@ def _noticed(manifest: Manifest) -> Found:
         )
     if is_chat:
         yield from _answers(manifest)
+    if "pairs" in noticed:
+        yield from _preferred(manifest)
     if "labels" not in manifest:
         yield from _cut(manifest, kind=kind)
+
+
+def _preferred(manifest: Manifest) -> Found:
+    """Report pairs whose scores contradict their order, and a side that is nearly always the longer one."""
+    name, pairs = manifest["source"], manifest["noticed"]["pairs"]
+    count, scored, contradicted = pairs["count"], pairs["scored"], pairs["contradicted"]
+    if scored >= MIN_DOCUMENTS and contradicted > MAX_CONTRADICTED * scored:
+        yield (
+            "error",
+            f"data.{name}; {_share(contradicted, scored, 'training pair')} with scores have the higher score at the "
+            "rejected answer; the columns are swapped, and the model learns what was rejected; name them the other way "
+            f"round: 'data.{name}.fields={{chosen: ..., rejected: ...}}'.",
+        )
+    elif contradicted:
+        yield (
+            "warning",
+            f"data.{name}; {_share(contradicted, scored, 'training pair')} with scores have the higher score at the "
+            "rejected answer; look at them, and mend these rows or leave them out.",
+        )
+    for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        longer = pairs[f"{side}_longer"]
+        if longer >= MIN_DOCUMENTS and longer > MAX_LONGER * count:
+            means = (pairs[f"{each}_tokens"] / count for each in (side, other))
+            yield (
+                "warning",
+                f"data.{name}; the {side} answer is the longer one of {_share(longer, count, 'training pair')}, "
+                "{:.1f} tokens on average against {:.1f}; ".format(*means)
+                + "the model learns the length before anything else; balance the pairs, or take a loss by mean "
+                "log-probabilities, which a length does not change.",
+            )
 
 
 def _answers(manifest: Manifest) -> Found:
     """Report answers that are all the same, repeat their question or are blank."""
     name, noticed, read = manifest["source"], manifest["noticed"], manifest["documents_in"]
-    documents, kind = noticed["documents"], "training conversation"
+    documents, kind = noticed["documents"], NOUNS[manifest["kind"]]
     same, echoes = noticed["same_answer"], noticed["echoes"]
     if same["documents"] >= MIN_DOCUMENTS and same["documents"] > MAX_SAME_ANSWER * documents:
         yield (
@@ -352,7 +394,7 @@ def _cut(manifest: Manifest, *, kind: str) -> Found:
             and inside >= MIN_CUT_INSIDE * count
             and count >= MIN_CUT_PEAK * ends["near"]
         ):
-            what = "end with an answer of" if manifest["kind"] == "chat" else "have"
+            what = "end with an answer of" if manifest["kind"] in NOUNS else "have"
             yield (
                 "warning",
                 f"data.{manifest['source']}; {_share(count, documents, kind)} {what} exactly {ends['length']:,} "

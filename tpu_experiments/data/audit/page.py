@@ -22,7 +22,7 @@ from tpu_experiments.data.audit.findings import (
     percent,
     supervised_by_answer,
 )
-from tpu_experiments.data.audit.rows import choose_rows, row_html
+from tpu_experiments.data.audit.rows import choose_rows, row_html, shown_pairs
 from tpu_experiments.data.audit.summary import (
     audit_hash,
     audit_json,
@@ -30,6 +30,7 @@ from tpu_experiments.data.audit.summary import (
     long_documents_text,
     not_read_text,
     origins_text,
+    pairs_text,
     shortened,
 )
 from tpu_experiments.data.rows import RowSource
@@ -61,9 +62,11 @@ def audit_pages(
             store = stores.get((manifest["source"], manifest["seq_len"]))
             labels = list(manifest.get("labels", {}).get("train", {}))
             rows: list[tuple[int, str, Markup]] = []
+            pairs: list[tuple[str, ...]] = []
             if store is not None and store.num_rows:
                 rows = _rows(store, tokenizer=tokenizer, num_rows=num_rows, labels=labels)
-            found.append(_source(manifest) | {"rows": rows})
+                pairs = shown_pairs(store, tokenizer=tokenizer) if manifest["kind"] == "preference" else []
+            found.append(_source(manifest) | {"rows": rows, "pairs": pairs})
         return found
 
     top = {"tiles": _tiles(manifests), "findings": audit_findings(manifests)}
@@ -257,6 +260,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str, str]]:
         *([("Splits", "", origins_text(manifest))] if manifest.get("origins") else []),
         ("Changed or noticed", "", changes or "nothing"),
         *([("Not read (rows)", "", not_read_text(manifest))] if manifest.get("not_read") else []),
+        *([("Pairs", "", pairs_text(manifest))] if pairs_text(manifest) else []),
         ("Longer than a row", "", long_documents_text(manifest)),
         ("Duplicates", "", duplicates_text(manifest)),
         ("Overlaps", "", overlaps or "not compared"),

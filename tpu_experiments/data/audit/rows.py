@@ -15,6 +15,7 @@ from tpu_experiments.data.rows import Rows, RowSource
 PLACES, ROWS_AT_A_PLACE = 4, 64
 """Rows are sampled from a few runs, since a store in a bucket is read shard by shard."""
 TOKENS_SHOWN = 4096
+PAIRS_SHOWN, CHARACTERS_SHOWN = 8, 600
 TOKENS_OF_A_CHARACTER = 8
 """Tokens without a complete character after which they are shown undecoded; UTF-8 has at most 4 bytes a character."""
 
@@ -89,6 +90,32 @@ def choose_rows(store: RowSource, *, num_rows: int) -> list[tuple[int, str]]:
         if index is not None:
             chosen[index] = why
     return list(chosen.items())[:num_rows]
+
+
+def shown_pairs(store: RowSource, *, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, ...]]:
+    """Return the prompt, both answers and their lengths of some preference pairs, for a table.
+
+    The first pairs of `PAIRS_SHOWN` rows at even distances. A prompt is what both segments begin with.
+    """
+    index = np.unique(np.linspace(0, store.num_rows - 1, PAIRS_SHOWN).astype(np.int64))
+    rows = store.take(index)
+    found = []
+    for ids_T, learn_T, segments_T in zip(rows.ids_NT, rows.learn_NT, rows.segments_NT, strict=True):
+        sides = [ids_T[(segments_T == number) & learn_T] for number in (1, 2)]
+        prompt, chosen, rejected = (
+            " ".join(str(tokenizer.decode(part.tolist(), skip_special_tokens=False)).split())
+            for part in (ids_T[(segments_T == 1) & ~learn_T], *sides)
+        )
+        shown = (
+            "…" * (len(prompt) > CHARACTERS_SHOWN) + prompt[-CHARACTERS_SHOWN:],
+            *map(_beginning, (chosen, rejected)),
+        )
+        found.append((*shown, " and ".join(f"{len(side):,}" for side in sides)))
+    return found
+
+
+def _beginning(text: str) -> str:
+    return text[:CHARACTERS_SHOWN] + "…" * (len(text) > CHARACTERS_SHOWN)
 
 
 def row_html(rows: Rows, *, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] = ()) -> str:

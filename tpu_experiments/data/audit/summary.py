@@ -140,6 +140,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     answers = [f"{label} {percent(tokens, learnt)}" for label, tokens in supervised_by_answer(manifest)]
     if manifest["kind"] == "chat" and answers:
         yield "supervised in", _listed(answers)
+    if pairs_text(manifest):
+        yield "pairs", pairs_text(manifest)
     for split, counts in manifest.get("labels", {}).items():
         yield f"labels in {split}", label_text(counts, labels=list(counts))
     yield "duplicates", duplicates_text(manifest)
@@ -152,6 +154,26 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "tokenizer", f"{shortened(manifest['tokenizer'], 60)} ({manifest['tokenizer_hash']})"
     yield "chat template", manifest["template_hash"]
     yield "audit hash", audit_hash(manifest)
+
+
+def pairs_text(manifest: Manifest) -> str:
+    """Format the counts of training pairs, which side is longer, and the scores that contradict; "" without pairs."""
+    pairs = manifest.get("noticed", {}).get("pairs")
+    if not pairs:
+        return ""
+    count = pairs["count"]
+    chosen, rejected = (pairs[f"{side}_tokens"] / count for side in ("chosen", "rejected"))
+    scores = f"scores contradict the order in {pairs['contradicted']:,} of {pairs['scored']:,}"
+    return _listed(
+        (
+            f"{count:,} to train",
+            f"chosen {chosen:.1f} tokens on average",
+            f"rejected {rejected:.1f}",
+            f"chosen longer in {percent(pairs['chosen_longer'], count)}",
+            f"rejected longer in {percent(pairs['rejected_longer'], count)}",
+            *([scores] if pairs["scored"] else ["no scores"]),
+        )
+    )
 
 
 def lengths_text(manifest: Manifest) -> str:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from tpu_experiments.data.audit.findings import MIN_CUT_PEAK
 from tpu_experiments.data.documents import Document, beginning
-from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
+from tpu_experiments.data.tokens.tokenize import LEARN, SECOND, Tokens
 
 Arrays = dict[str, NDArray[Any]]
 
-OPEN, RENDERED, EMPTY_THOUGHT, ECHO = 1, 2, 4, 8
+OPEN, RENDERED, EMPTY_THOUGHT, ECHO, SCORED, CONTRADICTED = 1, 2, 4, 8, 16, 32
 """Marks of a document: its end is inside a sentence; it spells out the marks of a chat format; a learnt answer has an
-empty block of reasoning; its last answer repeats the question."""
+empty block of reasoning; its last answer repeats the question. Of a preference pair: its answers have scores, and the
+rejected one has the higher."""
 
 _BRACKETED = re.compile(
     r"[<\[][|｜][^\s<>|｜\[\]]{2,40}[|｜][>\]]"  # <|im_start|>, <|user|>, <｜User｜>, [|user|]
@@ -50,6 +51,7 @@ def marker_of(document: Document) -> str:
     Marks in words need both sides: `### Human:` and `### Assistant:`, in texts also `USER:` and `ASSISTANT:`.
     """
     texts = [document.text] if document.text is not None else [content for _, content in document.messages or ()]
+    texts += [content for _, content in document.rejected.messages or ()] if document.rejected is not None else []
     for text in texts:
         if any(sign in text for sign in ("<", "[", "]~b]")) and (found := _BRACKETED.search(text)):
             return found[0]
@@ -67,23 +69,30 @@ def notices_of(made: Sequence[tuple[Document, Tokens]]) -> tuple[Arrays, dict[st
     """Return a block's arrays for D documents, and examples of what they count.
 
     `marks` (D,) uint8; `ends` (D, 2) int32, the characters and the learnt tokens of the last answer, or of a text;
-    `answers` (D,) uint64, hashes of the last answers. Examples: documents by the mark of a chat format (`markers`), and
-    the hash and beginning of the most frequent answer (`answer`).
+    `answers` (D,) uint64, hashes of the last answers. Of preference pairs these are of the chosen conversation, and
+    `lengths` (D, 2) int32 are the learnt tokens of the chosen and of the rejected one. Examples: documents by the mark
+    of a chat format (`markers`), and the hash and beginning of the most frequent answer (`answer`).
     """
-    marks, ends, answers = [], [], []
+    marks, ends, answers, lengths = [], [], [], []
     markers: Counter[str] = Counter()
     texts: Counter[str] = Counter()
     for document, tokens in made:
         marker, (question, answer) = marker_of(document), _last_answer(document)
         markers[marker] += 1
+        halves = np.split(tokens.flags, np.flatnonzero(tokens.flags & SECOND))
+        if document.rejected is not None:
+            lengths.append([np.count_nonzero(flags & LEARN) for flags in halves])
+        chosen, rejected = document.scores or (0.0, 0.0)
         is_echo = bool(answer.strip()) and answer.strip() == question.strip()
         marks.append(
             OPEN * _ends_inside_a_sentence(answer)
             | RENDERED * bool(marker)
             | EMPTY_THOUGHT * tokens.has_empty_thought
             | ECHO * is_echo
+            | SCORED * (document.scores is not None)
+            | CONTRADICTED * (chosen < rejected)
         )
-        ends.append((len(answer), _last_run(tokens)))
+        ends.append((len(answer), _last_run(halves[0])))
         answers.append(_hash(answer))
         texts[answer.strip()] += 1
     del markers[""]
@@ -92,6 +101,8 @@ def notices_of(made: Sequence[tuple[Document, Tokens]]) -> tuple[Arrays, dict[st
         "ends": np.array(ends, np.int32).reshape(-1, 2),
         "answers": np.frombuffer(b"".join(answers), np.uint64),
     }
+    if lengths:
+        arrays["lengths"] = np.array(lengths, np.int32)
     examples: dict[str, Any] = {"markers": dict(markers.most_common(_KEPT_EXAMPLES))}
     if texts:
         text = texts.most_common(1)[0][0]
@@ -116,9 +127,9 @@ def _ends_inside_a_sentence(text: str) -> bool:
     return end.isalpha() or end in (",", ";", "(", "-")
 
 
-def _last_run(tokens: Tokens) -> int:
+def _last_run(flags: NDArray[np.uint8]) -> int:
     """Return the length of the last run of learnt tokens."""
-    learnt = np.flatnonzero(tokens.flags & LEARN)
+    learnt = np.flatnonzero(flags & LEARN)
     if not len(learnt):
         return 0
     breaks = np.flatnonzero(np.diff(learnt) > 1)
@@ -134,6 +145,9 @@ class Noticed:
         self.markers: Counter[str] = Counter()
         self.answers: Counter[int] = Counter()
         self.texts: dict[int, str] = {}
+        self.pairs: Counter[str] = Counter()
+        """Of preference pairs: `count`, `scored`, `contradicted`, `chosen_longer`, `rejected_longer`, and the learnt
+        tokens of both sides, `chosen_tokens` and `rejected_tokens`."""
         self.lengths = {unit: np.zeros((2, _HISTOGRAM + 1), np.int64) for unit in _SHORTEST}
         """For each unit, the documents by the length of their end, and those of them that end inside a sentence."""
 
@@ -144,6 +158,8 @@ class Noticed:
         for mark in (RENDERED, EMPTY_THOUGHT, ECHO):
             self.marks[mark] += int(np.count_nonzero(marks_D & mark))
         self.markers.update(examples["markers"])
+        if "lengths" in arrays:
+            self._add_pairs(marks_D, arrays["lengths"][chosen_D])
         is_open_D = (marks_D & OPEN) > 0
         for unit, lengths_D in zip(_SHORTEST, np.minimum(ends_D2, _HISTOGRAM).T, strict=True):
             for number, counted_D in enumerate((lengths_D, lengths_D[is_open_D])):
@@ -156,6 +172,18 @@ class Noticed:
         if "answer" in examples and len(self.texts) < _KEPT_SUM:
             self.texts.setdefault(*examples["answer"])
 
+    def _add_pairs(self, marks_D: NDArray[np.uint8], lengths_D2: NDArray[np.int32]) -> None:
+        chosen_D, rejected_D = lengths_D2.astype(np.int64).T
+        self.pairs.update(
+            count=len(lengths_D2),
+            scored=int(np.count_nonzero(marks_D & SCORED)),
+            contradicted=int(np.count_nonzero(marks_D & CONTRADICTED)),
+            chosen_longer=int(np.count_nonzero(chosen_D > rejected_D)),
+            rejected_longer=int(np.count_nonzero(rejected_D > chosen_D)),
+            chosen_tokens=int(chosen_D.sum()),
+            rejected_tokens=int(rejected_D.sum()),
+        )
+
     def counts(self) -> dict[str, Any]:
         """Return the counts as a manifest has them."""
         answer, documents = max(self.answers.items(), key=lambda item: (item[1], item[0]), default=(0, 0))
@@ -166,6 +194,7 @@ class Noticed:
             "empty_thoughts": self.marks[EMPTY_THOUGHT],
             "echoes": self.marks[ECHO],
             "same_answer": {"documents": documents, "text": self.texts.get(answer, "")},
+            **({"pairs": dict(self.pairs)} if self.pairs else {}),
             "equal_ends": {unit: self._equal_ends(unit) for unit in _SHORTEST},
         }
 
