@@ -147,7 +147,10 @@ def test_smoothing_of_labels_belongs_to_two_losses():
 
 def test_betas_are_those_of_the_loss(make_config):
     assert [Preference(loss=loss).beta for loss in LOSSES] == [0.1] * 5 + [2.0, 0.1]
-    assert [make_config(f"objective={name}").objective.loss for name in ("dpo", "ipo", "simpo", "orpo")] == [
+    assert [
+        make_config(f"objective={name}", "data=stories_pairs_ro", "curriculum=single").objective.loss
+        for name in ("dpo", "ipo", "simpo", "orpo")
+    ] == [
         "sigmoid",
         "ipo",
         "simpo",
@@ -157,7 +160,7 @@ def test_betas_are_those_of_the_loss(make_config):
 
 @pytest.mark.parametrize("word", ["curriculum.stages.main.learn=all", "loader.order=written"])
 def test_what_it_cannot_compare_is_said(make_config, word):
-    config = make_config("objective=dpo", "curriculum=single", word)
+    config = make_config("objective=dpo", "data=stories_pairs_ro", "curriculum=single", word)
     with pytest.raises(ConfigError, match=word.replace(".", r"\.")):
         Preference.require_fit(config, None)
 

@@ -54,7 +54,10 @@ CASES = {
         "optim.no_decay=['*embed_tokens*']",
         "optim.ema=0.99",
     ),
-    "qwen, fsdp 4, pairs": ("model=qwen05b", LORA, "objective=dpo", "sharding=fsdp", "trainer.loss_chunk_tokens=16"),
+    "qwen, fsdp 4, pairs": (
+        *("model=qwen05b", LORA, "objective=dpo", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
+        "trainer.loss_chunk_tokens=16",
+    ),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),
     "xlstm, fsdp 2 x tensor 2, all weights": ("model=xlstm_small", ALL, TENSOR),

@@ -12,7 +12,7 @@ from tpu_experiments.training.reference import ReferencedRows
 
 pytestmark = pytest.mark.xla
 WORDS = (
-    *("objective=dpo", "data=sample_chat", "trainer.seq_len=128", "curriculum=single", "schedule=constant"),
+    *("objective=dpo", "data=stories_pairs_ro", "trainer.seq_len=128", "curriculum=single", "schedule=constant"),
     *("trainer.global_batch_rows=8", "trainer.max_stage_steps=6", "trainer.log_every_steps=1"),
     *("trainer.eval_every_steps=3", "trainer.max_eval_rows=8", "checkpoint.every_steps=3", "checkpoint.keep_last=9"),
     *("optim.lr=1e-3", "sample.max_new_tokens=0", "lora.init=a_zero", "name=pairs"),
