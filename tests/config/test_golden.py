@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.composing import CONF, composed, composed_as_typed, names
+from tests.config.composing import CONF, composed, composed_as_typed, names, sources_of_pairs
 from tests.jobs import TINY_JOB
 from tests.tiers import only
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.messages import GROUPS
 from tpu_experiments.config.schema import Config
@@ -101,6 +102,10 @@ def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> N
         selected += ["trainer.global_batch_rows=256", "task=plan"]
     if (group, choice) == ("curriculum", "stories"):
         selected += ["data=stories_text_ro"]  # its stages name sources
+    if group == "data" and choice in sources_of_pairs():
+        with pytest.raises(ConfigError, match=f"data.{choice}.kind=preference with objective=next_token"):
+            composed(*selected, "curriculum=single")
+        return
     config = composed(*selected)
     part = getattr(config, group, None)
     if isinstance(part, dict):
