@@ -14,7 +14,8 @@ the rest, the others split them. TRL also learns the line breaks around an answe
 
 The cases of pairs read a file of preference pairs in its place: the same conversations, whose last answer is chosen,
 and that of another one rejected. TRL's is the preprocessing of `DPOTrainer`, which pads pairs later and fills no rows;
-ours ends with packed rows. Tokens are those of both conversations of a pair, with the prompt in each.
+ours ends with packed rows, of 4,096 tokens, since a pair is two conversations in one row. Tokens are those of both
+conversations of a pair, with the prompt in each.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from tpu_experiments.storage.process import GIB, PeakMemory
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED, SAMPLES = REPOSITORY.parent / "shared" / "data", REPOSITORY / "tpu_experiments" / "samples"
-SEQ_LEN, VOCAB_SIZE = 1024, 32_000
+SEQ_LEN, PAIR_LEN, VOCAB_SIZE = 1024, 4096, 32_000
 NEW_WORDS = 3  # a user turn; 60 MB then have some 3e5 distinct words, as many as the samples' growth (Heaps) predicts
 IMPORTING_SECONDS = 5
 CORES = len(os.sched_getaffinity(0))
@@ -186,7 +187,7 @@ def line(case: str, result: Result, speeds: dict[int, float]) -> str:
     cells = [NAMES[case], processes, f"{seconds:.1f}", f"{result['cpu']:.1f}", f"{speed:,.0f}"]
     speeds |= {processes: speed} if case.startswith("ours") and case != "ours_near" else {}
     cells += [f"{speeds[processes] / speed:.2f}" if processes in speeds else "-", f"{tokens:,}", f"{rows:,}"]
-    cells += [f"{tokens / (rows * SEQ_LEN):.2%}", f"{result['supervised_tokens']:,}"]
+    cells += [f"{tokens / (rows * result.get('seq_len', SEQ_LEN)):.2%}", f"{result['supervised_tokens']:,}"]
     cells += [f"{result['pss'] / GIB:.2f}", result["left_out"]]
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -227,7 +228,7 @@ def run_case(case: str, folder: Path) -> Result:
         counts = trl_pairs(str(folder / "pairs.jsonl"), tokenizer, result, processes=processes)
     elif name == "ours_pairs":
         file = str(folder / "pairs.jsonl")
-        counts = ours(file, tokenizer, result, near=None, workers=processes or 1, kind="preference")
+        counts = ours(file, tokenizer, result, near=None, workers=processes or 1, kind="preference", seq_len=PAIR_LEN)
     elif name.startswith("ours"):
         counts = ours(file, tokenizer, result, near=0.8 if name == "ours_near" else None, workers=processes or 1)
     elif name == "plain":
@@ -237,7 +238,16 @@ def run_case(case: str, folder: Path) -> Result:
     return result | counts
 
 
-def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, workers: int, kind: str = "chat") -> Result:
+def ours(
+    file: str,
+    tokenizer: Any,
+    result: Result,
+    *,
+    near: float | None,
+    workers: int,
+    kind: str = "chat",
+    seq_len: int = SEQ_LEN,
+) -> Result:
     """Exact duplicates are looked for, and the audit's numbers counted, within the time."""
     from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
     from tpu_experiments.data.prepare import Preparation, prepare
@@ -251,10 +261,10 @@ def ours(file: str, tokenizer: Any, result: Result, *, near: float | None, worke
     with tempfile.TemporaryDirectory() as out:
         how = Preparation(PrepareConfig(workers=workers), out, tokenizer, {})
         with measured(result):
-            prepared = prepare({"chat": source}, data_size="full", seq_lens=[SEQ_LEN], preparation=how)
-    manifest = prepared["chat"].manifests[SEQ_LEN]
+            prepared = prepare({"chat": source}, data_size="full", seq_lens=[seq_len], preparation=how)
+    manifest = prepared["chat"].manifests[seq_len]
     left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["documents_reported"].items())
-    return {"left_out": left_out or "0", **manifest["splits"]["train"]}
+    return {"left_out": left_out or "0", "seq_len": seq_len, **manifest["splits"]["train"]}
 
 
 def trl(file: str, tokenizer: Any, result: Result, *, strategy: str, processes: int | None) -> Result:
@@ -285,14 +295,15 @@ def trl_pairs(file: str, tokenizer: Any, result: Result, *, processes: int | Non
     from trl import DPOConfig, DPOTrainer
 
     options = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": "none"}
-    config = DPOConfig(dataset_num_proc=processes, max_length=2 * SEQ_LEN, **options)
+    config = DPOConfig(dataset_num_proc=processes, max_length=PAIR_LEN // 2, **options)
     with measured(result):
         dataset = load_dataset("json", data_files=file, split="train")
         made = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokenizer), dataset, tokenizer, config, "train")
     answers = sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in made)
     tokens = answers + 2 * sum(len(row["prompt_ids"]) for row in made)
-    left_out = f"{len(dataset) - len(made)} prompts of {2 * SEQ_LEN}"
-    return {"tokens": tokens, "rows": 2 * len(made), "supervised_tokens": answers, "left_out": left_out}
+    left_out = f"{len(dataset) - len(made)} prompts of {PAIR_LEN // 2}"
+    rows = {"rows": 2 * len(made), "seq_len": PAIR_LEN // 2}
+    return {"tokens": tokens, "supervised_tokens": answers, "left_out": left_out, **rows}
 
 
 def plain(file: str, tokenizer: Any, result: Result, *, processes: int | None) -> Result:

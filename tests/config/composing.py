@@ -86,6 +86,11 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+def sources_of_pairs() -> list[str]:
+    """Return the sources of preference pairs, which only an objective that compares answers reads."""
+    return [name for name in names("data") if "kind: preference" in (CONF / "data" / f"{name}.yaml").read_text()]
+
+
 @functools.cache
 def of_file(group: str, choice: str) -> DictConfig:
     """What a file of a group says over the files that it builds on; for lists of cases, which every worker makes."""

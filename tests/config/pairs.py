@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.config.composing import CONF, composed, names, of_file
+from tests.config.composing import CONF, composed, names, of_file, sources_of_pairs
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.metrics.flops import FAMILIES
@@ -25,7 +25,7 @@ def is_fine_tuned(model: str) -> bool:
 
 
 MODELS = [name for name in names("model") if name not in ("tiny", "reader") and is_fine_tuned(name)]
-DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
+DATA = [name for name in names("data") if not name.startswith(("sample", "stories")) and name not in sources_of_pairs()]
 HW = {"v5e1, colab": "v5e1", "v5e8": "v5e8", "v6e1": "v6e1", "v6e8": "v6e8"}
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.composing import CONF, composed, composed_as_typed, names
+from tests.config.composing import CONF, composed, composed_as_typed, names, sources_of_pairs
 from tests.jobs import TINY_JOB
 from tests.tiers import only
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.messages import GROUPS
 from tpu_experiments.config.schema import Config
@@ -30,8 +31,7 @@ MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
 HW = ("v5e8", "v6e8", "colab", "cpu")
 PAIRED = {("objective", name): "data=stories_pairs_ro" for name in ("dpo", "ipo", "simpo", "orpo")} | {
-    ("data", name): "objective=dpo"
-    for name in ("orca_dpo_pairs", "ro_dpo_helpsteer", "stories_pairs_ro", "ultrafeedback_binarized")
+    ("data", name): "objective=dpo" for name in sources_of_pairs()
 }
 """What a choice needs beside it: pairs go with objectives of preferences, and with no other."""
 

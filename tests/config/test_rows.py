@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.config.composing import composed, composed_as_typed, names
+from tests.config.composing import composed, composed_as_typed, names, sources_of_pairs
 from tests.config.pairs import MODELS
 from tests.tiers import only
 from tpu_experiments.config.compose import machine
@@ -22,7 +22,7 @@ from tpu_experiments.config.defaults import (
 )
 from tpu_experiments.config.mesh import num_shards
 
-DATA = [name for name in names("data") if not name.startswith(("sample", "stories"))]
+DATA = [name for name in names("data") if not name.startswith(("sample", "stories")) and name not in sources_of_pairs()]
 HW = [name for name in names("hw") if name not in ("cpu", "v5e256", "v6e256")]
 
 
