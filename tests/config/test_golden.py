@@ -16,7 +16,6 @@ import pytest
 from tests.config.composing import CONF, composed, composed_as_typed, names, sources_of_pairs
 from tests.jobs import TINY_JOB
 from tests.tiers import only
-from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.messages import GROUPS
 from tpu_experiments.config.schema import Config
