@@ -25,7 +25,7 @@ from tpu_experiments.data.audit.page import audit_pages
 from tpu_experiments.data.audit.summary import audit_table
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.blocks import read_texts
-from tpu_experiments.data.steps.pack import flatten, pack
+from tpu_experiments.data.steps.pack import FlatTokens, flatten, pack
 from tpu_experiments.data.steps.pairs import cut_prompts
 from tpu_experiments.data.tokens.tokenize import CUT, LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
 
@@ -228,6 +228,17 @@ def test_random_pairs_fit_after_the_cut_or_stay_whole(tmp_path, tokenizer):
     packed = pack(cut, seq_len=128, pad_id=0, long_documents="drop")
     assert packed.rows.num_supervised == np.count_nonzero(flat.flags_L & LEARN)
     assert packed.counts["too_long"] == np.count_nonzero(cut.lengths_D > 128)
+
+
+@pytest.mark.parametrize(("lengths", "segments"), [((9, 4), [[1, 1, 2, 2, 0, 0]]), ((9,), [])])
+def test_a_pair_without_a_row_may_stand_in_front(lengths, segments):
+    """Its second conversation was looked for in the last pair of a row, or among none."""
+    flags = [np.full(length, LEARN, np.uint8) for length in lengths]
+    for own in flags:
+        own[len(own) // 2] |= SECOND
+    ids = np.arange(sum(lengths), dtype=np.int32)
+    flat = FlatTokens(ids, np.concatenate(flags), np.array(lengths))
+    assert pack(flat, seq_len=6, pad_id=0, long_documents="drop").rows.segments_NT.tolist() == segments
 
 
 @pytest.mark.parametrize("near", [None, 0.8])

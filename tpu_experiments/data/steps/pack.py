@@ -219,11 +219,12 @@ def _halved(placed: Placed, *, second: Index) -> Placed:
     Args:
         second: tokens with `SECOND`, in order, none of them the first of a piece.
     """
-    if not len(second):
+    if not len(second) or not len(placed.start_P):
         return placed
     order = np.argsort(placed.start_P)
     at = order[np.searchsorted(placed.start_P[order], second, side="right") - 1]
-    is_inside = second < (placed.start_P + placed.length_P)[at]  # pairs that no row holds have no piece
+    # Pairs that no row holds have no piece; one before the first piece is found at the last.
+    is_inside = (placed.start_P[at] <= second) & (second < (placed.start_P + placed.length_P)[at])
     at, second = at[is_inside], second[is_inside]
     first_length = second - placed.start_P[at]
     length_P = placed.length_P.copy()
