@@ -29,10 +29,6 @@ RECIPES = {
 MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
 HW = ("v5e8", "v6e8", "colab", "cpu")
-PAIRED = {("objective", name): "data=stories_pairs_ro" for name in ("dpo", "ipo", "simpo", "orpo")} | {
-    ("data", name): "objective=dpo" for name in sources_of_pairs()
-}
-"""What a choice needs beside it: pairs go with objectives of preferences, and with no other."""
 
 
 @functools.cache
@@ -105,8 +101,8 @@ def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> N
         selected += ["trainer.global_batch_rows=256", "task=plan"]
     if (group, choice) == ("curriculum", "stories"):
         selected += ["data=stories_text_ro"]  # its stages name sources
-    if (group, choice) in PAIRED:
-        selected += [PAIRED[group, choice], "curriculum=single"]
+    if group == "data" and choice in sources_of_pairs():
+        selected += ["objective=dpo"]
     config = composed(*selected)
     part = getattr(config, group, None)
     if isinstance(part, dict):

@@ -525,8 +525,8 @@ def _pairs(config: Config) -> list[str]:
     """Preference pairs go with an objective that compares answers, and with no other."""
     name, reads_pairs = config.objective.name, config.objective.reads_pairs
     return [
-        f"data.{source}.kind={each.kind} with objective={name}; it compares the answers of preference pairs; set "
-        f"data.{source}.kind=preference, or another objective."
+        f"data.{source}.kind={each.kind} with objective={name}; it compares the answers of preference pairs; choose "
+        f"a source of pairs, such as data=ultrafeedback_binarized, or data.{source}.kind=preference for rows of pairs."
         if reads_pairs
         else f"data.{source}.kind=preference with objective={name}; it does not compare the two answers of a pair; set "
         "objective=dpo, or another objective of preferences."

@@ -274,7 +274,7 @@ def _weight_problems(config: Config, chosen: Mapping[str, tuple[str, ...]]) -> l
 def _lr_of_model(config: Config) -> float:
     """Return the peak learning rate for adapters on the model; a tenth of it for all pretrained weights."""
     trains_pretrained = config.lora.r == 0 and config.model.init == "pretrained" and config.model.size == "full"
-    return config.model.lr * FULL_LR if trains_pretrained else config.model.lr
+    return config.model.lr * (FULL_LR if trains_pretrained else 1.0) * config.objective.lr_factor
 
 
 def _epochs(config: Config, stage: StageConfig, *, sources: Sequence[str]) -> float | None:

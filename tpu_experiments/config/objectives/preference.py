@@ -21,6 +21,8 @@ class PreferenceConfig(ObjectiveConfig):
 
     _target_: str = "tpu_experiments.objectives.preference.Preference"
     reads_pairs: ClassVar[bool] = True
+    lr_factor: ClassVar[float] = 1 / 40
+    """Zephyr's rates (arXiv 2310.16944): 5e-6 of adapters and 5e-7 of all weights, where `model.lr` is 2e-4."""
     why_alone: ClassVar[str | None] = "a preference objective computes its reference before the first step"
     loss: str = choice("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo", default="sigmoid")
     """Loss of a pair (objectives/preference.py has the formulas)."""
