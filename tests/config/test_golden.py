@@ -18,6 +18,7 @@ from tests.jobs import TINY_JOB
 from tests.tiers import only
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.messages import GROUPS
+from tpu_experiments.config.objectives import OBJECTIVES
 from tpu_experiments.config.schema import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
@@ -103,6 +104,8 @@ def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> N
         selected += ["data=stories_text_ro"]  # its stages name sources
     if group == "data" and choice in sources_of_pairs():
         selected += ["objective=dpo"]
+    if group == "objective" and OBJECTIVES[choice].reads_pairs:
+        selected += ["data=stories_pairs_ro"]
     config = composed(*selected)
     part = getattr(config, group, None)
     if isinstance(part, dict):

@@ -85,6 +85,7 @@ def make_laptop(folder: Path, *, run_py: str, startup: str, num_workers: int = 1
         "__init__.py",
         "config/__init__.py",
         "config/words.py",
+        *(f"config/{name}.py" for name in ("commands", "folders", "errors", "escaping")),
     ):  # no other file of the package
         (root / "tpu_experiments" / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "tpu_experiments" / part, root / "tpu_experiments" / part)

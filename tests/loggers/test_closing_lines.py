@@ -148,7 +148,7 @@ def test_what_comes_next_starts_from_this_run(result: dict[str, Any]) -> None:
 
 def test_code_and_folders_of_your_own_are_in_the_commands(result: dict[str, Any]) -> None:
     words = ["--config-dir", "/lab/conf", "plugins=[my_lab]", "objective=per_row", "-m", "name=toy"]
-    lines = summary({**result, "has_own_objective": True}, folder=RunFolder("/a", "toy"), arguments=words)
+    lines = summary({**result, "is_evaluated": False}, folder=RunFolder("/a", "toy"), arguments=words)
     assert lines.partition("next:\n")[2].splitlines()[1:] == [
         "  python run.py task=generate task.run=/a/toy 'plugins=[my_lab]'   # type prompts to it",
         "  python run.py task=export task.run=/a/toy 'plugins=[my_lab]'   # merged, and proven; task.forms=[gguf] too",

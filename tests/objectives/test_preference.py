@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.config.composing import composed
 from tests.objectives.preference_pairs import made_pairs, packed, swapped, with_reference
 from tests.training.tiny import Run
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.preference import Preference
 from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.tasks.evaluate.subject import subject_of
 from tpu_experiments.training.canary import halved
 
 pytestmark = pytest.mark.xla
@@ -172,3 +176,18 @@ def test_rows_of_the_check_of_gradients_are_pairs():
     assert found["segments"].tolist() == [[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 2], [0] * 6]
     assert found["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2], [0] * 6]
     assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
+
+
+def test_a_run_of_preferences_is_not_evaluated_as_texts_are(tmp_path):
+    """Its documents are pairs, two texts each."""
+    RunFolder(str(tmp_path), "pairs").create(composed("objective=dpo", "data=stories_pairs_ro", "curriculum=single"))
+    with pytest.raises(ConfigError, match="task=evaluate scores next, masked or replaced tokens and labels"):
+        subject_of(composed("task=evaluate", f"task.run={tmp_path}/pairs"))
+
+
+def test_rates_are_zephyrs_where_none_is_set():
+    words = ("model=qwen05b", "objective=dpo", "data=ultrafeedback_binarized")
+    rates = [
+        resolve_stages(composed(*words, lora, "task=plan", "hw=v5e8"))[0].lr for lora in ("lora.r=16", "lora=none")
+    ]
+    assert rates == pytest.approx([5e-6, 5e-7])

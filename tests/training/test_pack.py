@@ -9,6 +9,7 @@ import torch
 from tests.config.composing import composed
 from tests.models.test_lora_peft import peft_loss, peft_name
 from tests.training.tiny import ARCHITECTURES, built, plain_config, plain_updates, random_batch
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.adapters.lora import scale_of
@@ -273,7 +274,7 @@ def test_a_resumed_run_uploads_its_adapters_in_the_order_of_the_first_upload(tmp
     config = measure_rows(composed(*words, f"output_dir={tmp_path}"), is_lookup=False)
     runtime = NotingRuntime(config.hw)
     pack = Pack(runtime, ["a", "b"], loras=[config.lora] * 2)
-    inputs = make_inputs(config)
+    inputs = make_inputs(config, resolve_stages(config))
     for seat in pack.seats:
         trainer = Trainer(config, runtime, inputs=inputs, outputs=None, watch=Stopwatch())
         trainer.seat = seat

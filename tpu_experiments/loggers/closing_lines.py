@@ -87,7 +87,7 @@ def _next_lines(result: dict[str, Any], *, folder: RunFolder, arguments: Sequenc
     several, one = _hardware(result["hw"])
     board = f"  tensorboard {_logdir(folder)}{_remote_flag(folder)}"
     evaluate = f"  {command('task=evaluate', *run, *several)}   # on its test split, beside its base"
-    scored = [] if result.get("has_own_objective") else [evaluate]
+    scored = [evaluate] if result.get("is_evaluated", True) else []
     if not _writes_text(result):
         fill = f"  {command('task=generate', *run, *one)}   # fill masked tokens after a prompt"
         return [board, *([fill] if BOUND in result.get("eval_measures", {}) else []), *scored]

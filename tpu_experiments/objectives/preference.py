@@ -68,7 +68,7 @@ class Preference(Objective):
     """
 
     has_perplexity = False
-    metrics_of_card = (("reward_accuracy", "accuracy", "accuracy of pairs"),)
+    metrics_of_card = (("rewards/accuracies", "accuracy", "accuracy of pairs"),)
     words_of_evaluation = "accuracy: the share of pairs whose chosen answer has the higher reward"
 
     def __init__(

@@ -7,11 +7,10 @@ another order. LoRA with DPO has been seen to learn in some orders of one slice 
 """
 
 import math
+import random
 import re
 from collections import Counter
 from dataclasses import dataclass
-
-import numpy as np
 
 from tpu_experiments.planning.hlo.collectives import KINDS
 from tpu_experiments.planning.hlo.text import Instruction, Module, read_module
@@ -83,10 +82,10 @@ def orders_of(num_devices: int, *, count: int) -> list[tuple[int, ...]]:
             tuple(number ^ 1 if number ^ 1 < num_devices else number for number in usual),
         )
     )
-    generator = np.random.default_rng(SEED)
+    generator = random.Random(SEED)
     wanted = min(count, math.factorial(num_devices))
     while len(found) < wanted:
-        found[tuple(generator.permutation(num_devices).tolist())] = None
+        found[tuple(generator.sample(usual, num_devices))] = None
     return list(found)[:wanted]
 
 

@@ -54,7 +54,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         **_quality(ending),
         "writes_text": writes_text(config),
         **({} if objective_class(config).has_perplexity else {"has_perplexity": False}),
-        **({"has_own_objective": True} if config.objective.is_own else {}),
+        **({} if config.objective.is_evaluated else {"is_evaluated": False}),
         **({"rounded": rounded} if (rounded := rounded_settings(config.model)) else {}),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,

@@ -19,5 +19,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())
 """Their classes."""
+EVALUATED = frozenset(kind._target_ for kind in OBJECTIVES.values() if kind.is_evaluated)
+"""Those whose runs task=evaluate scores."""
 FIRST = NextTokenConfig._target_
 """The only class that runs had before there was a choice."""

@@ -16,8 +16,8 @@ class ObjectiveConfig:
     _target_: str = MISSING
     """Swap point: class derived from `Objective` (tpu_experiments/objectives/base.py)."""
 
-    is_own: ClassVar[bool] = False
-    """Whether its class is the user's."""
+    is_evaluated: ClassVar[bool] = True
+    """Whether task=evaluate scores its runs."""
     trains_encoders: ClassVar[bool] = False
     """Whether its models are encoders, none of which has ternary weights (`model.linear=bitnet`)."""
     takes_rounded_weights: ClassVar[bool] = False
@@ -54,6 +54,6 @@ class ObjectiveConfig:
 class OwnObjectiveConfig(ObjectiveConfig):
     """An objective of the user's own."""
 
-    is_own: ClassVar[bool] = True
+    is_evaluated: ClassVar[bool] = False
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the class, as its argument `options`."""

@@ -15,7 +15,7 @@ from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.objectives import FIRST, TARGETS
+from tpu_experiments.config.objectives import EVALUATED, FIRST
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
@@ -119,7 +119,7 @@ def _require_scored(folder: RunFolder) -> None:
         ConfigError: it has another objective.
     """
     target = (folder.stored_identity() or {}).get("objective._target_", FIRST)
-    if target not in TARGETS:
+    if target not in EVALUATED:
         raise ConfigError(
             f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens and "
             "labels; the run's own held-out losses are in its metrics.jsonl and result.json."
