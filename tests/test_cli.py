@@ -14,6 +14,7 @@ import pytest
 from tests import forks
 from tests.config.composing import composed
 from tests.jobs import of_tiny_job
+from tpu_experiments.command_line import worked_on
 from tpu_experiments.runtime.processes.chips import tpu_present
 from tpu_experiments.storage.run_folder import open_run
 
@@ -208,3 +209,19 @@ def test_the_config_is_shown_without_running_anything(tmp_path: Path) -> None:
     assert "path: mistralai/Mistral-7B-Instruct-v0.1" in ended.out
     assert ended.err == ""
     assert list(ended.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("task=evaluate task.run=runs/mine", "runs/mine"),
+        ("task=generate task.run=runs/mine", "runs/mine"),
+        ("task=generate task.adapter=runs/mine/adapter", "runs/mine/adapter"),
+        ("task=serve task.gguf=mine.gguf", "mine.gguf"),
+        ("task=export task.run=runs/mine", "runs/mine"),
+        ("task=evaluate task.adapter=none name=base", "base"),
+        ("name=again", "again"),
+    ],
+)
+def test_the_first_line_names_what_a_task_works_on(words: str, named: str) -> None:
+    assert worked_on(composed(*words.split())) == named
