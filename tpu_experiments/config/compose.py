@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.messages import choices, path_of_model, sentence
@@ -171,21 +172,13 @@ def _unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}={value}; there is no such key. {suggest(name, known)}"
 
 
-def _wrong_types(node: Any, prefix: str = "") -> Iterator[str]:
+def _wrong_types(config: Config) -> Iterator[str]:
     """Yield values of a wrong type: OmegaConf lets an interpolation put any node in place of a list."""
-    hints = typing.get_type_hints(type(node))
-    for field in dataclasses.fields(node):
-        value, hint = getattr(node, field.name), hints[field.name]
+    for key, _, hint, value in walk(config):
         if not _fits(value, hint):
             shown = "null" if value is None else str(value)
             wanted = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-            yield f"{prefix}{field.name}={shown:.100}; it must be of type {wanted}."
-        elif dataclasses.is_dataclass(value):
-            yield from _wrong_types(value, f"{prefix}{field.name}.")
-        elif isinstance(value, dict):
-            for name, part in value.items():
-                if dataclasses.is_dataclass(part):
-                    yield from _wrong_types(part, f"{prefix}{field.name}.{name}.")
+            yield f"{key}={shown:.100}; it must be of type {wanted}."
 
 
 def _fits(value: Any, hint: Any) -> bool:
