@@ -167,21 +167,33 @@ class _TrainedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:
         hidden_BTH, head_VH, targets_BT, weights_BT, log_z_BT = ctx.saved_tensors
-        terms: Terms = ctx.terms
+        grads_BT = weights_BT * grad_B[:, None]
+        return (
+            *gradients_by_token(hidden_BTH, head_VH, targets_BT, grads_BT, log_z_BT, terms=ctx.terms),
+            None,
+            None,
+            None,
+        )
 
-        def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
-            grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
-            # Float32 operands, so that devices sum in float32 (models/parts/float32_gradients.py).
-            grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
-            return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
 
-        xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT * grad_B[:, None], terms, log_z_BT)
-        carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
-        rows = hidden_BTH.shape[0]
-        (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
-        grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
-        return grad_BTH, grad_VH.to(head_VH.dtype), None, None, None
+def gradients_by_token(
+    hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, grads_BT: Tensor, log_z_BT: Tensor, *, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden states and head, for one of each position's loss (B, T); logits are recomputed."""
+
+    def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
+        slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
+        grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
+        # Float32 operands, so that devices sum in float32 (models/parts/float32_gradients.py).
+        grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
+        return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
+
+    xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, grads_BT, terms, log_z_BT)
+    carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
+    rows = hidden_BTH.shape[0]
+    (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
+    grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
+    return grad_BTH, grad_VH.to(head_VH.dtype)
 
 
 class _Chunk:

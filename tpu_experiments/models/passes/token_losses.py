@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.passes.loss import Terms, _Chunk, _joined, _loop_inputs, _slope
+from tpu_experiments.models.passes.loss import Terms, _Chunk, _joined, _loop_inputs, gradients_by_token
 from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors
 
 
@@ -78,18 +78,5 @@ class _TrainedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
         hidden_BTH, head_VH, targets_BT, log_z_BT = ctx.saved_tensors
-        terms: Terms = ctx.terms
-
-        def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            slope_BCV = _slope(x[0], *consts, targets_BC=x[1], log_z_BC=x[3], terms=terms)
-            grad_BCV = (slope_BCV * x[2][..., None]).to(x[0].dtype)
-            # Float32 operands, so that devices sum in float32 (models/parts/float32_gradients.py).
-            grad_VH = grad_BCV.float().flatten(0, 1).T @ x[0].float().flatten(0, 1)
-            return (carry[0] + grad_VH,), (grad_BCV @ consts[0],)
-
-        xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, grad_BT.float(), terms, log_z_BT)
-        carry = (torch.zeros_like(head_VH, dtype=torch.float32),)
-        rows = hidden_BTH.shape[0]
-        (grad_VH,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
-        grad_BTH = terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS)
-        return grad_BTH, grad_VH.to(head_VH.dtype), None, None
+        grads_BT = grad_BT.float()
+        return *gradients_by_token(hidden_BTH, head_VH, targets_BT, grads_BT, log_z_BT, terms=ctx.terms), None, None
