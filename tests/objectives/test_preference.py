@@ -191,3 +191,10 @@ def test_rates_are_zephyrs_where_none_is_set():
         resolve_stages(composed(*words, lora, "task=plan", "hw=v5e8"))[0].lr for lora in ("lora.r=16", "lora=none")
     ]
     assert rates == pytest.approx([5e-6, 5e-7])
+
+
+def test_a_run_of_preferences_is_exported_beside_the_data_of_the_command():
+    """The run's objective comes with the command's data, which it never saw."""
+    assert composed("objective=dpo", "data=[sample_chat]", "task=export")
+    with pytest.raises(ConfigError, match="compares the answers of preference pairs"):
+        composed("objective=dpo", "data=[sample_chat]")

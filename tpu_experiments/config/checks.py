@@ -39,6 +39,8 @@ from tpu_experiments.config.tracing import tracing_problems
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
 OF_TASKS = (planning_problems, doctoring_problems, exporting_problems, tokenizer_problems)
+OF_A_RUN = ("evaluate", "generate", "serve", "export", "quantize")
+"""Tasks that take a run's own objective beside the data of the command, which it was not trained on."""
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")
 
 
@@ -531,7 +533,7 @@ def _pairs(config: Config) -> list[str]:
         else f"data.{source}.kind=preference with objective={name}; it does not compare the two answers of a pair; set "
         "objective=dpo, or another objective of preferences."
         for source, each in config.data.items()
-        if reads_pairs != (each.kind == "preference")
+        if reads_pairs != (each.kind == "preference") and config.task.name not in OF_A_RUN
     ]
 
 
