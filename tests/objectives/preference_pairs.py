@@ -27,7 +27,10 @@ def swapped(pairs: list[Pair]) -> list[Pair]:
 
 
 def packed(pairs: list[Pair], *, per_row: int, seq_len: int) -> dict[str, Tensor]:
-    """Rows (R, T) of `per_row` pairs each, odd segments chosen and even ones rejected, and a reference of 0."""
+    """Rows (R, T) of `per_row` pairs each, odd segments chosen and even ones rejected, and a reference of 0.
+
+    A side without an answer is one token, which is not learnt, as of single answers (data/steps/pairs.py).
+    """
     rows = -(-len(pairs) // per_row)
     names = ("ids", "learn", "positions", "segments")
     made = {name: torch.zeros(rows, seq_len, dtype=torch.int32) for name in names}
@@ -35,10 +38,10 @@ def packed(pairs: list[Pair], *, per_row: int, seq_len: int) -> dict[str, Tensor
         start, segment = 0, 0
         for prompt, *answers in pairs[row * per_row : (row + 1) * per_row]:
             for answer in answers:
-                ids, segment = prompt + answer, segment + 1
+                ids, segment = prompt + answer if answer else prompt[:1], segment + 1
                 place = (row, slice(start, start + len(ids)))
                 made["ids"][place] = torch.tensor(ids, dtype=torch.int32)
-                made["learn"][row, start + len(prompt) : start + len(ids)] = 1
+                made["learn"][row, start + len(prompt) : start + len(ids)] = 1  # none of a side without an answer
                 made["positions"][place] = torch.arange(len(ids), dtype=torch.int32)
                 made["segments"][place] = segment
                 start += len(ids)
@@ -46,13 +49,20 @@ def packed(pairs: list[Pair], *, per_row: int, seq_len: int) -> dict[str, Tensor
 
 
 def with_reference(rows: dict[str, Tensor], values_RS: Tensor) -> dict[str, Tensor]:
-    """The rows with a value for every segment at its last learnt token."""
+    """The rows with a value for every segment at its last learnt token, and a second one before the first.
+
+    Args:
+        values_RS: (R, S), or (R, S, 2).
+    """
     reference = torch.zeros(rows["ids"].shape)
     for row in range(len(reference)):
         for segment in range(1, int(rows["segments"][row].max()) + 1):
             learnt = torch.nonzero((rows["segments"][row] == segment) & (rows["learn"][row] > 0))
             if len(learnt):
-                reference[row, int(learnt[-1])] = values_RS[row, segment - 1]
+                own = values_RS[row, segment - 1].view(-1)
+                reference[row, int(learnt[-1])] = own[0]
+                if len(own) == 2:
+                    reference[row, int(learnt[0]) - 1] = own[1]
     return rows | {"reference": reference}
 
 

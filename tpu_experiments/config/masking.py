@@ -42,3 +42,12 @@ SHORTEST_PAIR = 4
 def num_pairs(length: int) -> int:
     """Return the places of a row for pairs: as many as could be in it."""
     return max(1, length // SHORTEST_PAIR)
+
+
+SHORTEST_EXAMPLE = 3
+"""Tokens of the shortest answer with a label: prompt, answer, and the place of the answer of the other label."""
+
+
+def num_examples(length: int) -> int:
+    """Return the places of a row for examples, each an answer with a label or a pair: as many as could be in it."""
+    return max(1, length // SHORTEST_EXAMPLE)

@@ -36,7 +36,8 @@ Column = NDArray[np.float64]
 
 REFERENCE = Array("reference", "float32", per="token")
 """Log-probability of a segment's learnt tokens by the model as it starts, at the last of them, 0 elsewhere; with
-`objective.reads_reference()`. It is no array of prepared data (training/reference.py)."""
+`objective.reads_reference()`. A second value of `num_references` stands before the first of them. It is no array of
+prepared data (training/reference.py)."""
 
 
 class Place(Protocol):
@@ -114,6 +115,8 @@ class Objective:
     """Whether the class takes `tokenizer`."""
     denoises: ClassVar[bool] = False
     """Whether the model writes text by filling masked tokens, `mask_id` (models/passes/denoising.py)."""
+    num_references: ClassVar[int] = 1
+    """Values of a segment by the model as it starts, with `objective.reads_reference()`: 1 or 2."""
     masks_in_turn: ClassVar[bool] = False
     """Whether task=evaluate can mask every token in turn, by `masked_scores` and `vocabulary`; it then compares with
     n-grams as well."""
@@ -166,7 +169,10 @@ class Objective:
         """Require the data of a run to go with the objective; a ConfigError says what does not."""
 
     def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the values of `REFERENCE` of segments 1, 2, ... of every row, (R, S); only where rows carry it."""
+        """Return the values of `REFERENCE` of segments 1, 2, ... of every row, (R, S); only where rows carry it.
+
+        With two `num_references` they are (R, S, 2).
+        """
         raise NotImplementedError
 
     # ---- evaluations and task=evaluate ----------------------------------------------------------------------

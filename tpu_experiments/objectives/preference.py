@@ -217,13 +217,7 @@ class Preference(Objective):
         """Return loss of a pair and whether its chosen answer has the higher reward, before its last learnt token."""
         with torch.no_grad():
             pairs = self.pairs(module, parameters, rows)
-            segments_RT, learnt_RT = rows["segments"], target_weights(rows)[1]
-            # The number of learnt tokens of a segment from here to its end: 1 at the last.
-            number_P = 2 * torch.arange(1, pairs.weights_RP.shape[1] + 1, dtype=torch.int32, device=segments_RT.device)
-            own_RPT = (segments_RT[:, None] == number_P[:, None]) & (learnt_RT > 0)[:, None]
-            after_RT = learnt_RT.flip(1).cumsum(1).flip(1)
-            least_RP1 = torch.where(own_RPT, after_RT[:, None], torch.inf).amin(-1, keepdim=True)
-            at_RPT = (own_RPT & (after_RT[:, None] == least_RP1)).to(torch.float32) * pairs.weights_RP[..., None]
+            at_RPT = last_learnt(rows, pairs.weights_RP.shape[1], step=2) * pairs.weights_RP[..., None]
             rewards_RP2 = self.rewards(pairs)
             preferred_RP = (rewards_RP2[..., 0] > rewards_RP2[..., 1]).to(torch.float32)
             losses_RP = self.losses(pairs)
@@ -231,9 +225,25 @@ class Preference(Objective):
         return Scores(spread[0].sum(1), pairs.weights_RP.sum(1), *spread)
 
 
-def by_segment(segments_RT: Tensor, values_RT: Tensor) -> Tensor:
-    """Return the sum of the tokens' values of segments 1, 2, ... of every row, (R, S)."""
-    number_S = torch.arange(1, 2 * num_pairs(segments_RT.shape[1]) + 1, dtype=torch.int32, device=segments_RT.device)
+def last_learnt(rows: Rows, num: int, *, step: int) -> Tensor:
+    """Return 1 at the position before the last learnt token of segments step, 2 step, ..., float32 (R, num, T)."""
+    segments_RT, learnt_RT = rows["segments"], target_weights(rows)[1]
+    # The number of learnt tokens of a segment from here to its end: 1 at the last.
+    number_P = step * torch.arange(1, num + 1, dtype=torch.int32, device=segments_RT.device)
+    own_RPT = (segments_RT[:, None] == number_P[:, None]) & (learnt_RT > 0)[:, None]
+    after_RT = learnt_RT.flip(1).cumsum(1).flip(1)
+    least_RP1 = torch.where(own_RPT, after_RT[:, None], torch.inf).amin(-1, keepdim=True)
+    return (own_RPT & (after_RT[:, None] == least_RP1)).to(torch.float32)
+
+
+def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None) -> Tensor:
+    """Return the sum of the tokens' values of segments 1, 2, ... of every row, (R, S).
+
+    Args:
+        num: S; by default twice the places for pairs.
+    """
+    num = 2 * num_pairs(segments_RT.shape[1]) if num is None else num
+    number_S = torch.arange(1, num + 1, dtype=torch.int32, device=segments_RT.device)
     return torch.where(segments_RT[:, None] == number_S[:, None], values_RT[:, None], 0.0).sum(-1)
 
 

@@ -2,8 +2,9 @@
 
 They are computed once, before the first step and without dropout, by one pass over the training rows and those of
 evaluations, and stored as a float32 array (N, S) for each source, split and row length: a value for every segment of
-every row. A run that finds such a file of the same start computes its first batch again and takes the rest if that is
-equal to the bit, so the points of a sweep share it. A resumed run reads the files that its checkpoint names.
+every row, or (N, S, 2) for an objective with two. A run that finds such a file of the same start computes its first
+batch again and takes the rest if that is equal to the bit, so the points of a sweep share it. A resumed run reads the
+files that its checkpoint names.
 
 <prepared data>/references/<source>-<length>-<split>-<key>.npy
 
@@ -49,7 +50,7 @@ class ReferencedRows:
 
     rows: RowSource
     values_NS: Values | None
-    """Values of the segments 1, 2, ... of each row; None while they are not known: 0 everywhere."""
+    """Values (N, S) or (N, S, 2) of the segments 1, 2, ... of each row; None while they are not known: 0 everywhere."""
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +61,10 @@ class ReferencedRows:
         return self.rows.seq_len
 
     def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
-        """Return the rows at `index_M`, shape (M, T), each value at the last learnt token of its segment."""
+        """Return the rows at `index_M`, shape (M, T), each value at the last learnt token of its segment.
+
+        A second value stands before the first learnt token.
+        """
         rows = self.rows.take(index_M)
         reference_MT = np.zeros(rows.ids_NT.shape, np.float32)
         if self.values_NS is not None:
@@ -68,9 +72,11 @@ class ReferencedRows:
             row_L, column_L = np.nonzero(rows.learn_NT)
             place_L = row_L * (rows.seq_len + 1) + rows.segments_NT[row_L, column_L]
             is_last_L = np.append(place_L[1:] != place_L[:-1], True)[: len(place_L)]
-            row_L, column_L = row_L[is_last_L], column_L[is_last_L]
+            is_first_L = np.append(True, place_L[1:] != place_L[:-1])[: len(place_L)]
             segment_L = rows.segments_NT[row_L, column_L] - 1
-            reference_MT[row_L, column_L] = values_MS[row_L, segment_L]
+            for number, (is_here_L, before) in enumerate(((is_last_L, 0), (is_first_L, 1))[: values_MS.ndim - 1]):
+                at = (row_L[is_here_L], segment_L[is_here_L], number)[: values_MS.ndim]
+                reference_MT[row_L[is_here_L], column_L[is_here_L] - before] = values_MS[at]
         return Rows(**{**vars(rows), "more": {**rows.more, REFERENCE.name: reference_MT}})
 
 
@@ -100,7 +106,7 @@ class ReferencePass:
         with torch.no_grad():
             own = self.trainer.objective.reference_values(self.trainer.model.module, self.trainer.parameters, batch)
             num = len(own)
-            whole = F.pad(own, (0, 0, rank * num, (world_size - 1 - rank) * num))
+            whole = F.pad(own, (*[0, 0] * (own.ndim - 1), rank * num, (world_size - 1 - rank) * num))
             (summed,) = self.runtime.sum_over_processes([whole])
             return self.runtime.constrain(summed, axes=())
 
@@ -144,7 +150,7 @@ def _computed(computed: ReferencePass, rows: RowSource, global_rows: int, *, wha
         parts.append(values_GS)
         told(number * global_rows, rows.num_rows)
     whole = np.concatenate(parts)[: rows.num_rows]
-    used_S = np.flatnonzero(whole.any(axis=0))
+    used_S = np.flatnonzero(whole.any(axis=(0, *range(2, whole.ndim))))
     log.info("reference: %d rows of %s computed with the weights at the start", rows.num_rows, what)
     return np.ascontiguousarray(whole[:, : int(used_S[-1]) + 1 if len(used_S) else 1])
 
@@ -206,6 +212,8 @@ def _file_name(trainer: "Trainer", key: Key, *, num_rows: int, global_rows: int)
         "devices": trainer.runtime.num_devices,
         "torch": torch.__version__,
     }
+    if trainer.objective.num_references > 1:
+        facts["values"] = trainer.objective.num_references
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{source}-{length}-{split}-{digest[:16]}.npy"
 
@@ -218,7 +226,7 @@ def _encoded(values_NS: Values) -> bytes:
 
 def _decoded(data: bytes) -> Values:
     values: Any = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    if values.dtype != np.float32 or values.ndim != 2:
+    if values.dtype != np.float32 or values.ndim not in (2, 3):
         raise ValueError(f"an array of {values.dtype} with {values.ndim} dimensions")
     found: Values = values
     return found

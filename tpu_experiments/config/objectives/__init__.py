@@ -2,6 +2,7 @@
 
 from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.kto import KtoConfig
 from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
 from tpu_experiments.config.objectives.next_token import NextTokenConfig
@@ -15,6 +16,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "classify": ClassifyConfig,
     "masked_diffusion": MaskedDiffusionConfig,
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), PreferenceConfig),
+    "kto": KtoConfig,
 }
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())

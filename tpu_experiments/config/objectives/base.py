@@ -26,6 +26,8 @@ class ObjectiveConfig:
     """Whether a text comes with a label (`data.<name>.label_field`)."""
     reads_pairs: ClassVar[bool] = False
     """Whether it compares the two answers of preference pairs (`data.<name>.kind=preference`)."""
+    reads_single: ClassVar[bool] = False
+    """Whether it also reads single answers with a label (`format=unpaired`); only where it reads pairs."""
     lr_factor: ClassVar[float] = 1.0
     """Factor of `model.lr`, where `optim.lr` is null."""
     counts_flops: ClassVar[bool] = True
