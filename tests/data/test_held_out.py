@@ -13,8 +13,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data import held_out
 from tpu_experiments.data.held_out import HeldOut, held_out_documents, rows_of_documents, windows
 from tpu_experiments.data.prepare import Preparation
-from tpu_experiments.data.steps.pack import flatten
-from tpu_experiments.data.tokens.tokenize import LEARN, Tokens
+from tpu_experiments.data.steps.pack import flatten, pack
+from tpu_experiments.data.tokens.tokenize import LEARN, SECOND, Tokens
 
 
 def documents(lengths, *, seed=0, share=0.7):
@@ -131,3 +131,40 @@ def test_a_field_with_too_many_values_is_refused(tmp_path, tokenizer, monkeypatc
         ConfigError, match=r"task\.by=messages; it has \d+ values in the held-out rows of data\.a, and 2"
     ):
         documents_by(tmp_path, tokenizer, "messages")
+
+
+def pairs(lengths, *, values=None):
+    """Pairs of two conversations of these lengths, the last two tokens of each learnt."""
+    halves = []
+    for one, other in lengths:
+        flags = np.zeros(one + other, np.uint8)
+        flags[[one - 2, one - 1, -2, -1]] = LEARN
+        flags[one] = SECOND
+        halves.append(Tokens(np.arange(one + other, dtype=np.int32), flags, "pair"))
+    return HeldOut("some", "preference", flatten(halves), len(lengths), values)
+
+
+def test_pairs_are_two_segments_as_in_training():
+    given_pairs = pairs([(5, 6), (4, 4), (7, 3), (3, 3)])
+    rows = rows_of_documents(given_pairs, seq_len=24, pad_id=0).rows
+    trained = pack(given_pairs.flat, seq_len=24, pad_id=0, long_documents="drop").rows
+    for name in ("ids", "learn", "positions", "segments"):
+        np.testing.assert_array_equal(rows.array(name), trained.array(name))
+
+
+def test_values_of_segments_come_to_their_pair():
+    given_pairs = pairs([(5, 6), (4, 4), (7, 3), (3, 3)])
+    laid_out = rows_of_documents(given_pairs, seq_len=24, pad_id=0)
+    rows = laid_out.rows
+    lengths_NS = [[np.count_nonzero(rows.segments_NT[row] == s) for s in range(1, 9)] for row in range(rows.num_rows)]
+    values_D2, learnt_D2 = laid_out.per_pair(np.array(lengths_NS, np.float32), given_pairs)
+    assert values_D2.tolist() == [[5, 6], [4, 4], [7, 3], [3, 3]]
+    assert (learnt_D2 == 2).all()
+
+
+def test_pairs_longer_than_a_row_are_left_out_with_their_value(caplog):
+    caplog.set_level("INFO")
+    found = pairs([(5, 6), (20, 9), (4, 4)], values=("a", "b", "c")).cut(24)
+    assert found.flat.lengths_D.tolist() == [11, 8]
+    assert found.values == ("a", "c")
+    assert "1 pairs that do not fit are left out" in caplog.text

@@ -14,7 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.schema import PrepareConfig
 from tpu_experiments.objectives.base import Computing
-from tpu_experiments.objectives.preference import Preference
+from tpu_experiments.objectives.preference import SUMS, Preference, by_segment
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.tasks.evaluate.subject import subject_of
@@ -122,25 +122,38 @@ def test_a_pair_with_an_empty_answer_and_padding_count_nothing(make_run):
     empty = {name: torch.zeros_like(tensor) for name, tensor in rows.items()}
     assert objective.count(empty).tolist() == [0.0, 0.0]
     assert [each.abs().sum().item() for each in objective.row_loss(run.model.module, run.parameters, empty)] == [0, 0]
-    assert math.isnan(objective.summary([0.0] * 10).loss)
+    assert math.isnan(objective.summary([0.0] * len(SUMS)).loss)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_documents_have_the_loss_of_their_pair(make_run, loss):
-    objective = objective_of(loss)
+@pytest.mark.parametrize(
+    "settings", [*({"loss": loss} for loss in LOSSES), {"loss": "sigmoid", "sft_weight": 0.5}], ids=str
+)
+def test_measures_of_documents_are_those_of_their_rows(make_run, settings):
+    """A document for itself, on the host, and rows of two pairs, on the device."""
+    objective = objective_of(**settings)
     run = make_run(objective)
     rows = rows_of(run, objective, made_pairs(0, count=COUNT, vocab=4000))
+    reference = objective.reference_values(run.model.module, run.parameters, rows)
     moved(run)
-    found = objective.document_scores(run.model.module, run.parameters, rows)
-    pairs = objective.pairs(run.model.module, run.parameters, rows)
-    assert found.weights_RT.sum(1).tolist() == [2.0] * 4
-    at = torch.nonzero(found.weights_RT)
-    last = rows["segments"].roll(-1, 1) != rows["segments"]
-    segments = rows["segments"].roll(-1, 1)[at[:, 0], at[:, 1]]
-    assert (segments % 2 == 0).all()
-    assert last.roll(-1, 1)[at[:, 0], at[:, 1]].all(), "before the last token of the rejected answer"
-    losses = objective.losses(pairs)[pairs.weights_RP > 0]
-    torch.testing.assert_close(found.losses_RT[found.weights_RT > 0], losses)
+    values = objective.reference_values(run.model.module, run.parameters, rows)
+    lengths = by_segment(rows["segments"], rows["learn"].float())
+    documents = [each[:, :4].reshape(COUNT, 2).double().numpy() for each in (values, reference, lengths)]
+    sums = objective.document_sums(*documents)
+    assert sums.shape == (COUNT, len(SUMS))
+    expected = objective.summary(objective.sums(run.model.module, run.parameters, rows).tolist())
+    found = objective.measures(sums.sum(0))
+    assert abs(expected.measures["rewards/margins"]) > 1e-3
+    assert found.pop("loss") == pytest.approx(expected.loss, rel=1e-4)
+    assert found == pytest.approx(expected.measures, rel=1e-4, abs=1e-5)
+    assert ("kl" in found) == objective.has_reference
+
+
+def test_kl_is_the_mean_log_ratio_of_the_answers_tokens_and_a_tie_counts_half():
+    documents = np.array([[[-4.0, -6.0], [-1.0, -9.0]], [[-5.0, -5.0], [-1.0, -6.0]], [[2.0, 4.0], [1.0, 3.0]]])
+    found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*documents).sum(0))
+    assert found["kl"] == pytest.approx((1 - 1 + 0 - 3) / 10)
+    assert found["rewards/margins"] == pytest.approx(0.5 * (2 + 3) / 2)
+    assert Preference().measures(Preference().document_sums(*documents[[0, 0, 2]]).sum(0))["rewards/accuracies"] == 0.5
 
 
 def test_smoothing_of_labels_belongs_to_two_losses():
@@ -178,11 +191,24 @@ def test_rows_of_the_check_of_gradients_are_pairs():
     assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
 
 
-def test_a_run_of_preferences_is_not_evaluated_as_texts_are(tmp_path):
-    """Its documents are pairs, two texts each."""
-    RunFolder(str(tmp_path), "pairs").create(composed("objective=dpo", "data=stories_pairs_ro", "curriculum=single"))
-    with pytest.raises(ConfigError, match="task=evaluate scores next, masked or replaced tokens and labels"):
-        subject_of(composed("task=evaluate", f"task.run={tmp_path}/pairs"))
+def test_pairs_and_texts_are_scored_apart(tmp_path):
+    """Texts that are selected for a run of preferences are scored as texts; pairs belong to such runs."""
+    pairs, texts = "data=stories_pairs_ro", "data=stories_ro"
+    for name, words in {"pairs": ("objective=dpo", pairs), "texts": (texts,)}.items():
+        RunFolder(str(tmp_path), name).create(composed("curriculum=single", "lora=none", *words))
+        (tmp_path / name / "result.json").write_text('{"status": "finished"}')
+
+    def found(run, *words):
+        words = ("curriculum=single", "task.adapter=none", f"task.run={tmp_path}/{run}", *words)
+        words = ("task=evaluate", "task.data=selected", *words)
+        return subject_of(composed(*words)).config.objective
+
+    assert found("pairs", pairs).name == "dpo"
+    assert found("pairs", texts).name == "next_token"
+    with pytest.raises(ConfigError, match="pairs and texts are scored apart; select one"):
+        found("pairs", "data=[stories_pairs_ro,sample_text]")
+    with pytest.raises(ConfigError, match=r"stories_pairs_ro\.kind=preference, with the run's objective=next_token"):
+        found("texts", pairs)
 
 
 def test_rates_are_zephyrs_where_none_is_set():

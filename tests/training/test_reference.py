@@ -91,13 +91,19 @@ def test_a_changed_reference_is_refused_by_a_resume_and_computed_again_by_a_new_
     assert "computed" not in "".join(line for line in done.stderr.splitlines() if "reference:" in line)
 
 
-@pytest.mark.slow
-def test_the_reference_of_a_warm_start_is_that_run_and_not_the_base(whole):
+@pytest.fixture(scope="module")
+def second(whole):
+    """A run that started from the first one, and the references before it."""
     folder, _ = whole
     before = references(folder)
-    words = ("name=second", f"start.run={folder / 'pairs'}")
-    done = run(*WORDS, *words, output_dir=folder)
+    done = run(*WORDS, "name=second", f"start.run={folder / 'pairs'}", output_dir=folder)
     assert done.returncode == 0, done.stderr
+    return folder, before
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_warm_start_is_that_run_and_not_the_base(second):
+    folder, before = second
     lines = [json.loads(line) for line in (folder / "second" / "metrics.jsonl").read_text().splitlines()]
     assert next(line["train/loss"] for line in lines if "train/loss" in line) == pytest.approx(math.log(2), abs=1e-6)
     made = references(folder)
@@ -106,3 +112,25 @@ def test_the_reference_of_a_warm_start_is_that_run_and_not_the_base(whole):
     (new,) = (values[name] for name in made if name not in before and "train" in name)
     (old,) = (values[name] for name in before if "train" in name)
     assert np.abs(new - old).max() > 1
+
+
+@pytest.mark.slow
+def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second):
+    folder, _ = second
+    found = {}
+    for name in ("pairs", "second"):
+        done = run(f"task.run={folder / name}", "task=evaluate", output_dir=folder)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads((folder / name / "test_results.json").read_text())["sources"]["stories_pairs_ro"]
+        base, trained = (
+            {key: each["value"] for key, each in found[name][side].items()} for side in ("base", "trained")
+        )
+        assert base["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert (base["rewards/accuracies"], base["rewards/margins"]) == (0.5, 0)
+        assert trained["loss"] < 0.6
+        assert trained["rewards/accuracies"] > 0.6
+        assert found[name]["difference"]["rewards/accuracies"]["low"] > 0
+    assert "the model that it started from -> adapter" in done.stdout
+    of_first = found["pairs"]["trained"]["logps/chosen"]["value"]
+    assert found["second"]["base"]["logps/chosen"]["value"] == pytest.approx(of_first, rel=1e-5)
+    assert found["pairs"]["base"]["logps/chosen"]["value"] != pytest.approx(of_first, rel=1e-2)

@@ -23,9 +23,10 @@ from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
 from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
+from tpu_experiments.data.steps.pairs import cut_prompts
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
-from tpu_experiments.data.tokens.tokenize import LEARN
+from tpu_experiments.data.tokens.tokenize import LEARN, SECOND
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class HeldOut:
     """Labels of the texts; None where they have none."""
 
     def cut(self, seq_len: int) -> "HeldOut":
-        """Return labelled texts as training reads them, cut to a row; other documents become windows."""
+        """Return labelled texts and pairs as training reads them, cut to a row; other documents become windows."""
+        if self.kind == "preference":
+            return self._cut_pairs(seq_len)
         if self.labelling is None:
             return self
         flat, counts = cut_texts(self.flat, max_tokens=seq_len, num_closing=self.labelling.num_closing)
@@ -55,6 +58,20 @@ class HeldOut:
             log.info("data.%s: %d of %d texts are cut to %d tokens", self.name, counts["documents_truncated"],
                      flat.num_documents, seq_len)  # fmt: skip
         return replace(self, flat=flat)
+
+    def _cut_pairs(self, seq_len: int) -> "HeldOut":
+        """Return the pairs with prompts cut to a row, without those whose answers alone do not fit."""
+        flat, counts = cut_prompts(self.flat, max_tokens=seq_len)
+        fits_D = flat.lengths_D <= seq_len
+        fits_L = np.repeat(fits_D, flat.lengths_D)
+        kept = FlatTokens(flat.ids_L[fits_L], flat.flags_L[fits_L], flat.lengths_D[fits_D])
+        if counts["documents_truncated"] or not fits_D.all():
+            log.info("data.%s: the prompts of %d of %d pairs are cut to a row of %d tokens, and %d pairs that do not "
+                     "fit are left out", self.name, counts["documents_truncated"], flat.num_documents, seq_len,
+                     int((~fits_D).sum()))  # fmt: skip
+        given = self.values
+        values = None if given is None else tuple(v for v, fits in zip(given, fits_D, strict=True) if fits)
+        return replace(self, flat=kept, values=values)
 
     def token_documents(self) -> NDArray[np.int64]:
         """Return the document index of each token, shape (L,)."""
@@ -85,6 +102,22 @@ class HeldOutRows:
         learn_NT = self.rows.learn_NT[:, 1:]
         values_L[self.token_NT[:, 1:][learn_NT]] = values_NT[:, :-1][learn_NT]
         return values_L
+
+    def per_pair(
+        self, values_NS: NDArray[np.float32], held_out: HeldOut
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the values and the learnt tokens of the two segments of every pair, (D, 2) each.
+
+        Args:
+            values_NS: values of segments 1, 2, ... of every row.
+        """
+        row_K, column_K = np.nonzero(self.rows.learn_NT)
+        document_K = held_out.token_documents()[self.token_NT[row_K, column_K]]
+        segment_K = self.rows.segments_NT[row_K, column_K] - 1
+        values_D2, lengths_D2 = np.zeros((2, held_out.flat.num_documents, 2))
+        values_D2[document_K, segment_K % 2] = values_NS[row_K, segment_K]
+        np.add.at(lengths_D2, (document_K, segment_K % 2), 1)
+        return values_D2, lengths_D2
 
 
 def held_out_documents(
@@ -185,7 +218,10 @@ def _read(
 
 
 def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOutRows:
-    """Lay documents out in rows; every trainable token but a document's first is predicted exactly once."""
+    """Lay documents out in rows; every trainable token but a segment's first is predicted exactly once.
+
+    A document is one segment; a pair, which fits a row (`HeldOut.cut`), is two, as in training.
+    """
     flat = held_out.flat
     learn_L = (flat.flags_L & LEARN) > 0
     begins = np.cumsum(flat.lengths_D) - flat.lengths_D
@@ -211,6 +247,11 @@ def rows_of_documents(held_out: HeldOut, *, seq_len: int, pad_id: int) -> HeldOu
         rows.learn_NT[row, column + new - start : place.stop] = learn_L[new:end]
         rows.positions_NT[row, place] = np.arange(end - start)
         rows.segments_NT[row, place] = 1 + (rows.segments_NT[row, column - 1] if column else 0)
+        for second in np.flatnonzero(flat.flags_L[start:end] & SECOND).tolist():
+            behind = slice(column + second, place.stop)
+            rows.learn_NT[row, behind.start] = False
+            rows.positions_NT[row, behind] -= second
+            rows.segments_NT[row, behind] += 1
     return HeldOutRows(rows, token_NT)
 
 

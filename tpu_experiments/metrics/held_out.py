@@ -109,17 +109,25 @@ def document_sums(
 
 
 def compared_by_source(
-    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, resampling: Resampling
+    base: Mapping[str, Sums],
+    trained: Mapping[str, Sums] | None,
+    *,
+    resampling: Resampling,
+    measure: "Measure | None" = None,
 ) -> dict[str, Comparison]:
     """Compare the sums (D, K) of every source, and under `ALL` of all sources where there are several.
 
     Args:
+        base: its first two columns count tokens and bytes.
         trained: sums of the same documents; None where there is the base alone.
+        measure: what is made of the sums; None takes `measures`.
     """
-    found = {name: _compared(base, trained, names=[name], resampling=resampling) for name in base}
-    return (
-        found if len(found) == 1 else found | {ALL: _compared(base, trained, names=list(base), resampling=resampling)}
-    )
+
+    def compared(names: Sequence[str]) -> Comparison:
+        return _compared(base, trained, names=names, resampling=resampling, measure=measure or measures)
+
+    found = {name: compared([name]) for name in base}
+    return found if len(found) == 1 else found | {ALL: compared(list(base))}
 
 
 def compared_by_value(
@@ -128,6 +136,7 @@ def compared_by_value(
     *,
     values: Mapping[str, Sequence[str]],
     resampling: Resampling,
+    measure: "Measure | None" = None,
 ) -> dict[str, dict[str, Comparison]]:
     """The documents of each source by the value that each of them has, in the order of the values."""
     found: dict[str, dict[str, Comparison]] = {}
@@ -137,23 +146,30 @@ def compared_by_value(
             chosen_D = values_D == value
             sides = [None if side is None else {name: side[name][chosen_D]} for side in (base, trained)]
             assert sides[0] is not None
-            found.setdefault(name, {})[value] = _compared(sides[0], sides[1], names=[name], resampling=resampling)
+            found.setdefault(name, {})[value] = _compared(
+                sides[0], sides[1], names=[name], resampling=resampling, measure=measure or measures
+            )
     return found
 
 
 def _compared(
-    base: Mapping[str, Sums], trained: Mapping[str, Sums] | None, *, names: Sequence[str], resampling: Resampling
+    base: Mapping[str, Sums],
+    trained: Mapping[str, Sums] | None,
+    *,
+    names: Sequence[str],
+    resampling: Resampling,
+    measure: "Measure",
 ) -> Comparison:
     sides = [base] if trained is None else [base, trained]
     parts = [np.concatenate([side[name] for side in sides], axis=1) for name in names]
-    pair = _Pair(parts, width=len(COLUMNS), resampling=resampling)
-    base_estimates = pair.estimates(lambda sums: measures(sums[0]))
+    pair = _Pair(parts, width=base[names[0]].shape[1], resampling=resampling)
+    base_estimates = pair.estimates(lambda sums: measure(sums[0]))
     counts = pair.total_1K[0]
     trained_estimates = difference = share = None
     if trained is not None:
-        trained_estimates = pair.estimates(lambda sums: measures(sums[1]))
-        difference = pair.estimates(lambda sums: _differences(measures(sums[1]), measures(sums[0])))
-        share = pair.share(lambda sums: measures(sums[1])["loss"] < measures(sums[0])["loss"])
+        trained_estimates = pair.estimates(lambda sums: measure(sums[1]))
+        difference = pair.estimates(lambda sums: _differences(measure(sums[1]), measure(sums[0])))
+        share = pair.share(lambda sums: measure(sums[1])["loss"] < measure(sums[0])["loss"])
     return Comparison(
         pair.num_documents, int(counts[0]), int(counts[1]), base_estimates, trained_estimates, difference, share
     )

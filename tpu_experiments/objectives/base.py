@@ -31,7 +31,7 @@ Rows = Mapping[str, Tensor]
 
 
 Column = NDArray[np.float64]
-"""A value for every token of held-out documents, (L,)."""
+"""Values of every token (L,) or document (D, ...) of held-out documents."""
 
 
 REFERENCE = Array("reference", "float32", per="token")
@@ -125,6 +125,10 @@ class Objective:
     words_of_evaluation: ClassVar[str] = ""
     """What the figures of task=evaluate are, below its tables."""
 
+    columns_of_evaluation: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Measures in the table of task=evaluate and their titles, loss and the one that ranks runs first; with
+    `document_sums`."""
+
     mask_id: int
     vocabulary: Vocabulary
 
@@ -169,9 +173,10 @@ class Objective:
         """Require the data of a run to go with the objective; a ConfigError says what does not."""
 
     def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the values of `REFERENCE` of segments 1, 2, ... of every row, (R, S); only where rows carry it.
+        """Return what is compared of segments 1, 2, ... of every row, (R, S), without a gradient: log-probabilities.
 
-        With two `num_references` they are (R, S, 2).
+        Those by the model as it starts are the values of `REFERENCE`. Only where rows hold pairs. With two
+        `num_references` they are (R, S, 2).
         """
         raise NotImplementedError
 
@@ -195,6 +200,19 @@ class Objective:
     def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
         """Return what task=evaluate adds up by document: loss and hit of every token, at the position before it."""
         return self.scores(module, parameters, rows)
+
+    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
+        """Return the sums that `measures` reads of every document of two segments, (D, K); only where rows hold pairs.
+
+        Args:
+            values_D2: `reference_values`; `reference_D2` are those by the model as it starts.
+            lengths_D2: learnt tokens of each segment.
+        """
+        raise NotImplementedError
+
+    def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
+        """Return `loss` and further measures from K sums, numbers or arrays of a shape; with `document_sums`."""
+        raise NotImplementedError
 
     def read_hits(self, hits_L: Column, predicted_L: Column) -> tuple[Column, dict[str, list[Column]]]:
         """Return hits from what `document_scores` has in their place, and columns of `FURTHER` measures by name."""

@@ -13,12 +13,14 @@ minus the reference's p, and d = r of the chosen answer minus r of the rejected 
     orpo          -beta log s(log odds of chosen - log odds of rejected), odds of exp(p / L)      (arXiv 2403.07691)
 
 and, times `sft_weight` (of orpo plus 1), the mean -log p of the chosen answers' tokens. Pairs count, not tokens.
+`kl`, the sum of r over the number of the answers' tokens, estimates KL(model || reference) per token as if the model
+had written the answers; it is below 0 where they became less likely.
 Legend: R rows, T tokens, P places of a row for pairs, S = 2 P for segments, K sums.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +32,15 @@ from tpu_experiments.config.masking import num_pairs
 from tpu_experiments.config.objectives.preference import BETAS, WITHOUT_REFERENCE
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.passes.forward import target_weights
-from tpu_experiments.models.passes.loss import Scores
-from tpu_experiments.objectives.base import REFERENCE, Computing, Objective, Rows, Summary
+from tpu_experiments.objectives.base import REFERENCE, Column, Computing, Objective, Rows, Summary
 from tpu_experiments.objectives.next_token import next_token_losses
 
 SUMS = (
     *("loss", "pairs", "sft_loss", "chosen_tokens", "rejected_tokens", "rewards_chosen", "rewards_rejected"),
-    *("preferred", "logps_chosen", "logps_rejected"),
+    *("preferred", "logps_chosen", "logps_rejected", "likelier"),
 )
-"""Sums over held-out rows; `preferred` counts the pairs whose chosen answer has the higher reward."""
+"""Sums over held-out rows. `preferred` counts the pairs whose chosen answer has the higher reward, `likelier` those
+whose chosen answer has the higher log-probability; a tie counts half."""
 LARGEST_MEAN = -1e-6
 """Mean log-probabilities of `orpo` are at most this: the odds of a sure answer are infinite."""
 
@@ -69,7 +71,17 @@ class Preference(Objective):
 
     has_perplexity = False
     metrics_of_card = (("rewards/accuracies", "accuracy", "accuracy of pairs"),)
-    words_of_evaluation = "accuracy: the share of pairs whose chosen answer has the higher reward"
+    words_of_evaluation = (
+        "accuracy: the share of pairs whose chosen answer has the higher reward; by log-probability: the higher "
+        "log-probability; a tie counts half"
+    )
+    columns_of_evaluation = (
+        ("loss", "loss"),
+        ("rewards/accuracies", "accuracy"),
+        ("rewards/margins", "margin"),
+        ("logps/accuracies", "by log-probability"),
+        ("kl", "KL"),
+    )
 
     def __init__(
         self,
@@ -177,52 +189,64 @@ class Preference(Objective):
             return by_segment(rows["segments"], -losses_RT * weights_RT)
 
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the sums of `SUMS` over the rows, (10,)."""
+        """Return the sums of `SUMS` over the rows, (K,)."""
         with torch.no_grad():
             pairs = self.pairs(module, parameters, rows)
-            rewards_RP2, logps_RP2, lengths_RP2 = self.rewards(pairs), pairs.logps_RP2, pairs.lengths_RP2
-            each = [
-                self.losses(pairs),
-                torch.ones_like(pairs.weights_RP),
-                -logps_RP2[..., 0],
-                *lengths_RP2.unbind(-1),
-                *rewards_RP2.unbind(-1),
-                (rewards_RP2[..., 0] > rewards_RP2[..., 1]).to(torch.float32),
-                *logps_RP2.unbind(-1),
-            ]
-            return torch.stack([(values_RP * pairs.weights_RP).sum() for values_RP in each])
+            return torch.stack([(values_RP * pairs.weights_RP).sum() for values_RP in self.columns(pairs)])
+
+    def columns(self, pairs: Pairs) -> list[Tensor]:
+        """Return what `SUMS` are the sums of, (R, P) each."""
+        rewards_RP2, logps_RP2, lengths_RP2 = self.rewards(pairs), pairs.logps_RP2, pairs.lengths_RP2
+        return [
+            self.losses(pairs),
+            torch.ones_like(pairs.weights_RP),
+            -logps_RP2[..., 0],
+            *lengths_RP2.unbind(-1),
+            *rewards_RP2.unbind(-1),
+            _chosen_is_higher(rewards_RP2),
+            *logps_RP2.unbind(-1),
+            _chosen_is_higher(logps_RP2),
+        ]
 
     def summary(self, sums: Sequence[float]) -> Summary:
+        """Return loss and measures of held-out rows."""
+        num = sums[SUMS.index("pairs")]
+        if not num:
+            return Summary(math.nan, 0, {})
+        found = self.measures(sums)
+        return Summary(found.pop("loss"), round(num), found)
+
+    def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
         """Return loss and, as means over pairs, rewards, their margin and accuracy, log-probabilities and lengths."""
         own = dict(zip(SUMS, sums, strict=True))
         num = own["pairs"]
-        if not num:
-            return Summary(math.nan, 0, {})
         chosen, rejected = own["rewards_chosen"] / num, own["rewards_rejected"] / num
         tokens_loss = own["sft_loss"] / own["chosen_tokens"]
-        measures = {
+        found = {
+            "loss": own["loss"] / num + self.sft_weight * tokens_loss,
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": own["preferred"] / num,
             "logps/chosen": own["logps_chosen"] / num,
             "logps/rejected": own["logps_rejected"] / num,
+            "logps/accuracies": own["likelier"] / num,
             "chosen_loss": tokens_loss,
             "chosen_tokens": own["chosen_tokens"] / num,
             "rejected_tokens": own["rejected_tokens"] / num,
         }
-        return Summary(own["loss"] / num + self.sft_weight * tokens_loss, round(num), measures)
+        if self.has_reference:
+            tokens = own["chosen_tokens"] + own["rejected_tokens"]
+            found["kl"] = (own["rewards_chosen"] + own["rewards_rejected"]) / (self.beta * tokens)
+        return found
 
-    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """Return loss of a pair and whether its chosen answer has the higher reward, before its last learnt token."""
-        with torch.no_grad():
-            pairs = self.pairs(module, parameters, rows)
-            at_RPT = last_learnt(rows, pairs.weights_RP.shape[1], step=2) * pairs.weights_RP[..., None]
-            rewards_RP2 = self.rewards(pairs)
-            preferred_RP = (rewards_RP2[..., 0] > rewards_RP2[..., 1]).to(torch.float32)
-            losses_RP = self.losses(pairs)
-            spread = [(at_RPT * each[..., None]).sum(1) for each in (losses_RP, preferred_RP, pairs.weights_RP)]
-        return Scores(spread[0].sum(1), pairs.weights_RP.sum(1), *spread)
+    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
+        """Return the sums of `SUMS` of every pair, (D, K)."""
+        logps, reference, lengths = (torch.from_numpy(each)[:, None] for each in (values_D2, reference_D2, lengths_D2))
+        reference = reference if self.has_reference else torch.zeros_like(reference)
+        pairs = Pairs(logps, reference, lengths, weights_RP=torch.ones_like(logps[..., 0]))
+        found: Column = torch.cat(self.columns(pairs), 1).numpy()
+        return found
 
 
 def last_learnt(rows: Rows, num: int, *, step: int) -> Tensor:
@@ -245,6 +269,11 @@ def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None
     num = 2 * num_pairs(segments_RT.shape[1]) if num is None else num
     number_S = torch.arange(1, num + 1, dtype=torch.int32, device=segments_RT.device)
     return torch.where(segments_RT[:, None] == number_S[:, None], values_RT[:, None], 0.0).sum(-1)
+
+
+def _chosen_is_higher(values_RP2: Tensor) -> Tensor:
+    """Return 1 where the chosen answer has the higher value, 0.5 where they are equal, else 0, (R, P)."""
+    return (1 + torch.sign(values_RP2[..., 0] - values_RP2[..., 1])) / 2
 
 
 def _lengths(rows: Rows) -> tuple[Tensor, Tensor]:

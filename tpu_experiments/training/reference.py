@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.rows import Rows, RowSource
-from tpu_experiments.objectives.base import REFERENCE
+from tpu_experiments.models.sources.build import BuiltModel
+from tpu_experiments.objectives.base import REFERENCE, Objective
+from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.storage import paths
 from tpu_experiments.training.evaluation import AHEAD, Told, evaluating, host_tensors
@@ -80,10 +82,23 @@ class ReferencedRows:
         return Rows(**{**vars(rows), "more": {**rows.more, REFERENCE.name: reference_MT}})
 
 
+class Compared(Protocol):
+    """What `ReferencePass` reads of a trainer, or of task=evaluate's model."""
+
+    runtime: Runtime
+    model: BuiltModel
+    parameters: dict[str, Tensor]
+    objective: Objective
+
+    def leave_if_requested(self) -> None:
+        """Stop if that was requested."""
+        ...
+
+
 class ReferencePass:
     """Compute the values of rows with the current parameters; every process takes part and gets all."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Compared) -> None:
         self.trainer, self.runtime = trainer, trainer.runtime
         self.program = self.runtime.program(self.values, name="reference", held=lambda: trainer.parameters)
 

@@ -161,6 +161,8 @@ def load_start(
             parent = point.place.rpartition("/")[0]
             read_step(parent, point.step, lambda _, groups: restore(groups), max_held_bytes=max_held_bytes)
         elif point.kind == "adapter":
+            if _digest([paths.join(point.place, ADAPTER_FILE)]) != point.sha256:
+                raise ValueError(f"{ADAPTER_FILE} was changed since this run verified it")
             restore({PARAMETERS: read_adapter(point.place, has_head=True).tensors})
         else:
             restore({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})

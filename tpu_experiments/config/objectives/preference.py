@@ -21,7 +21,6 @@ class PreferenceConfig(ObjectiveConfig):
 
     _target_: str = "tpu_experiments.objectives.preference.Preference"
     reads_pairs: ClassVar[bool] = True
-    is_evaluated: ClassVar[bool] = False
     lr_factor: ClassVar[float] = 1 / 40
     """Zephyr's rates (arXiv 2310.16944): 5e-6 of adapters and 5e-7 of all weights, where `model.lr` is 2e-4."""
     why_alone: ClassVar[str | None] = "a preference objective computes its reference before the first step"

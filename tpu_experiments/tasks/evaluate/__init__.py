@@ -1,13 +1,16 @@
 """task=evaluate: score held-out documents with the trained model and its base.
 
-Measures are loss, perplexity, bits per byte and accuracy, of classifiers also F1. The base is the model as built: its
-adapter has no effect yet (for full training, its weights are the initial ones). The trained tensors then replace its
-parameters in the same compiled program.
+Measures are loss, perplexity, bits per byte and accuracy, of classifiers also F1, of preference pairs loss, accuracy
+and margin. The base is the model as built: its adapter has no effect yet (for full training, its weights are the
+initial ones). Of a run whose loss compares with the model that it started from, it is that model. The trained tensors
+then replace its parameters in the same compiled program.
 """
 
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
@@ -19,6 +22,7 @@ from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.metrics.held_out import (
     FURTHER,
     LabelPairs,
+    Measure,
     Resampling,
     answer_scores,
     as_bounds,
@@ -29,7 +33,7 @@ from tpu_experiments.metrics.held_out import (
     compared_measures,
     without,
 )
-from tpu_experiments.objectives.base import objective_class, writes_text
+from tpu_experiments.objectives.base import Computing, objective_class, objective_of, writes_text
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
@@ -133,9 +137,11 @@ def compared(measured: Measured, inputs: EvaluationInputs, *, config: Config) ->
     """Return every figure with its interval, of the base and of the trained model, and their difference."""
     task = task_of(config)
     how = Resampling(task.resamples, task.confidence, config.seed)
-    sources = compared_by_source(measured.sums["base"], measured.sums.get("trained"), resampling=how)
+    own = measure_of(config, tokenizer=inputs.tokenizer)
+    sources = compared_by_source(measured.sums["base"], measured.sums.get("trained"), resampling=how, measure=own)
     values = {name: held_out.values for name, held_out in inputs.splits.items() if held_out.values is not None}
-    by_value = compared_by_value(measured.sums["base"], measured.sums.get("trained"), values=values, resampling=how)
+    sides = (measured.sums["base"], measured.sums.get("trained"))
+    by_value = compared_by_value(*sides, values=values, resampling=how, measure=own)
     if not objective_class(config).has_perplexity:
         named = as_bounds if objective_class(config).has_bound else partial(without, measure="perplexity")
         sources = {name: named(each) for name, each in sources.items()}
@@ -155,6 +161,14 @@ def compared(measured: Measured, inputs: EvaluationInputs, *, config: Config) ->
         for name, sums_D in measured.further["base"].items()
     }
     return Results(sources, answers, by_value, labels, further)
+
+
+def measure_of(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> Measure | None:
+    """Return what the objective makes of its own sums of documents; None where tokens are scored."""
+    if not config.objective.reads_pairs:
+        return None
+    objective = objective_of(config, Computing(), tokenizer=tokenizer)
+    return lambda sums_RK: objective.measures([*sums_RK[:, 2:].T])
 
 
 def written_scores(model: ModelAndBase, wanted: list[Exchange]) -> Sums:

@@ -15,7 +15,7 @@ from tpu_experiments.config.masking import LABEL
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import fixed_batches
-from tpu_experiments.data.held_out import HeldOut, rows_of_documents
+from tpu_experiments.data.held_out import HeldOut, HeldOutRows, rows_of_documents
 from tpu_experiments.data.tokens.tokenizer import pad_id
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.bootstrap import Sums
@@ -30,6 +30,8 @@ from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
 from tpu_experiments.training.evaluation import Sampler, Scorer
+from tpu_experiments.training.reference import ReferencePass
+from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import computing_of
 
 PSEUDO = "pseudo_perplexity"
@@ -66,7 +68,7 @@ class ModelAndBase:
         self.num_written = max(1, min(MOST_ROWS, max_prompts, shape[0] // num_shards(config)))
         source = model_source(config)
         model = build_model(source, lora=config.lora, seed=config.seed, place=runtime.place, folding=runtime.folding)
-        self.parameters = model.trainable
+        self.model, self.parameters = model, model.trainable
         self.config = config
         objective = objective_of(config, computing_of(config, runtime), tokenizer=tokenizer)
         self.scorer = Scorer(
@@ -81,6 +83,9 @@ class ModelAndBase:
             )
         self.labels: dict[str, LabelPairs] = {}
         """Label and predicted label of every text, by source, of the last call of `sums`."""
+        self.reference: dict[str, NDArray[np.float64]] = {}
+        """Values of the pairs' segments (D, 2) by the model whose state came first, by source."""
+        self.values = ReferencePass(self)
         self.ngrams = ngrams
         self.further: dict[str, dict[str, Sums]] = {}
         """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
@@ -95,10 +100,22 @@ class ModelAndBase:
         )
         rows_at_once, seq_len = shape
         scored, written = (rows_at_once // runtime.share[1], seq_len), (self.num_written, seq_len)
-        runtime.expect({"score": {scored}, "sample": {written}, PSEUDO: {scored}})
+        runtime.expect({"score": {scored}, "reference": {scored}, "sample": {written}, PSEUDO: {scored}})
 
     def states(self) -> Iterator[str]:
-        """Yield `base`, then `trained`, with the parameters of each in place."""
+        """Yield `base`, then `trained`, with the parameters of each in place.
+
+        Where a loss compares with a reference, the model that its run started from is the base.
+        """
+        if self.subject.start is not None:
+            load_start(
+                self.subject.start,
+                self.model,
+                parameters=self.parameters,
+                state={},
+                runtime=self.runtime,
+                max_held_bytes=self.config.checkpoint.max_copy_gib * 2**30,
+            )
         yield "base"
         self.further = {}
         trained = self.subject.tensors()
@@ -115,6 +132,8 @@ class ModelAndBase:
         """Return the sums (D, K) of every document (metrics/held_out.py); every process takes part."""
         rows_at_once, seq_len = self.shape
         laid_out = rows_of_documents(held_out, seq_len=seq_len, pad_id=pad_id(self.tokenizer))
+        if self.config.objective.reads_pairs:
+            return self._pair_sums(held_out, laid_out)
         batches = fixed_batches(laid_out.rows, global_rows=rows_at_once, name=held_out.name)
         found = self.scorer.run(with_held_out_noise(held_out.name, batches, config=self.config))
         num_rows, num_tokens = laid_out.rows.num_rows, len(held_out.flat.ids_L)
@@ -141,6 +160,18 @@ class ModelAndBase:
             "hits": hits_L,
         }
         return document_sums(held_out.token_documents(), num_documents=held_out.flat.num_documents, columns_L=columns)
+
+    def leave_if_requested(self) -> None:
+        """Do nothing: an evaluation is repeated, not resumed."""
+
+    def _pair_sums(self, held_out: HeldOut, laid_out: HeldOutRows) -> Sums:
+        """Return tokens, bytes (0) and the objective's own sums of every pair, (D, 2 + K)."""
+        values_NS = np.concatenate(list(self.values.run(laid_out.rows, global_rows=self.shape[0])))
+        values_D2, lengths_D2 = laid_out.per_pair(values_NS, held_out)
+        reference_D2 = self.reference.setdefault(held_out.name, values_D2)
+        own_DK = self.objective.document_sums(values_D2, reference_D2, lengths_D2)
+        tokens_D = lengths_D2.sum(1)
+        return np.concatenate([np.stack([tokens_D, np.zeros_like(tokens_D)], 1), own_DK], axis=1)
 
     def mask_in_turn(self, held_out: HeldOut, *, num_documents: int) -> None:
         """Add the sums of pseudo-perplexity over the first documents to `further`; every process takes part."""

@@ -59,6 +59,9 @@ def evaluation_inputs(subject: Subject, stages: list[Stage], *, vocab_size: int)
     seq_len = task.seq_len or inputs.eval_seq_len
     found = held_out_of(config, tokenizer=tokenizer)
     splits = {name: held_out.cut(seq_len) for name, held_out in found.items()}
+    if not any(held_out.flat.num_documents for held_out in splits.values()):
+        raise NothingHeldOut(f"task.seq_len={seq_len}; no held-out pair fits a row of so many tokens; raise it.")
+    splits = {name: held_out for name, held_out in splits.items() if held_out.flat.num_documents}
     check_length(config, seq_len)
     if task.generate and not writes_text(config):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Format the results of task=evaluate: a table for the terminal and the fields of test_results.json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tpu_experiments.metrics.bootstrap import Estimate
@@ -52,7 +53,9 @@ def facts(subject: Subject, results: Results, *, num_in_split: Mapping[str, int]
         "place": subject.place or None,
         "model": subject.config.model.name,
         "objective": subject.config.objective.name,
-        **{name: values[name].value for name in (*MEASURES, *BOUNDS.values()) if name in values},
+        **{
+            name: values[name].value for name in dict.fromkeys((*MEASURES, *BOUNDS.values(), *values)) if name in values
+        },
         **_macro_f1(results.labels),
         "sources": {name: asdict(comparison) for name, comparison in results.sources.items()},
         **({"labels": {name: asdict(each) for name, each in results.labels.items()}} if results.labels else {}),
@@ -74,12 +77,15 @@ def as_text(subject: Subject, results: Results) -> str:
     """Return the tables and the path of the results."""
     task, found, labels, answers = task_of(subject.config), results.sources, results.labels, results.answers
     base = "base model" if subject.config.model.linear != "lr_qat" else "rounded base model"
+    base = base if subject.start is None else "the model that it started from"
     what = {"base": f"the {base} alone", "checkpoint": f"{base} -> newest checkpoint"}
     title = f"{task.split} split, {what.get(subject.kind, f'{base} -> {subject.kind}')}"
     by_value = results.by_value.items()
     each = {f"{name}, {value}": estimates for name, values in by_value for value, estimates in values.items()}
-    by = [table(each, first=f"by {task.by}")] if each else []
-    own = [labels_table(found, labels), f1_table(labels)] if labels else [table(found)]
+    columns = objective_class(subject.config).columns_of_evaluation
+    shown = partial(measures_table, columns=columns) if columns else table
+    by = [shown(each, first=f"by {task.by}")] if each else []
+    own = [labels_table(found, labels), f1_table(labels)] if labels else [shown(found)]
     others = [_FURTHER_TABLES[name](values) for name, values in results.further.items() if values]
     tables = [title, *own, *others, *by, *([answers_table(answers)] if answers else [])]
     words = objective_class(subject.config).words_of_evaluation
@@ -95,6 +101,24 @@ def table(found: Compared, *, first: str = "source") -> str:
         first, "documents", "tokens", "loss", "difference", f"perplexity{mark}", f"bits per byte{mark}", "accuracy"
     )  # fmt: skip
     return aligned([header, *(_line(name, comparison, is_bound=is_bound) for name, comparison in found.items())])
+
+
+def measures_table(found: Compared, *, columns: Sequence[tuple[str, str]], first: str = "source") -> str:
+    """Return a table of an objective's own measures, the first two with their difference."""
+    compared = [name for name, _ in columns[:2]]
+    shown = [(name, title) for name, title in columns if any(name in own.base for own in found.values())]
+    header = [first, "documents", "tokens"]
+    for name, title in shown:
+        header += [title, "difference"] if name in compared else [title]
+    lines = [tuple(header)]
+    for source, own in found.items():
+        cells = [source, f"{own.num_documents:,}", f"{own.num_tokens:,}"]
+        for name, _ in shown:
+            cells += _both_with_interval(own, name)
+            if name in compared:
+                cells.append("-" if own.difference is None else _with_interval(own.difference[name]))
+        lines.append(tuple(cells))
+    return aligned(lines)
 
 
 def labels_table(found: Compared, labels: ComparedLabels) -> str:
@@ -157,7 +181,7 @@ _FURTHER_TABLES = {
 }
 
 
-def _both_with_interval(found: MeasureComparison, *measures: str, form: str | None = None) -> list[str]:
+def _both_with_interval(found: MeasureComparison | Comparison, *measures: str, form: str | None = None) -> list[str]:
     """Return `base -> trained` of each measure, with the interval of the latter."""
     sides = [found.base] if found.trained is None else [found.base, found.trained]
     texts = []

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import DATA_KEYS, MODEL_KEYS, ONLY_OPEN, config_of_run, identity
 from tpu_experiments.config.model_schema import held_as_given
-from tpu_experiments.config.objectives import EVALUATED, FIRST
+from tpu_experiments.config.objectives import EVALUATED, FIRST, OBJECTIVES
+from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
@@ -23,6 +25,7 @@ from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training.given import run_to_evaluate
+from tpu_experiments.training.start import StartPoint
 
 log = logging.getLogger(__name__)
 BASE_ALONE = "none"
@@ -40,6 +43,8 @@ class Subject:
     """Folder of its tensors; for a checkpoint, the folder of all checkpoints."""
     results: str
     """File to write the results to."""
+    start: StartPoint | None = None
+    """What the run started from, where its loss compares with that; None for the base."""
     audit: Mapping[str, str] | None = None
     """Audit hash of the training data by `<source>@<row length>`; None where unknown."""
 
@@ -93,6 +98,7 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
     """
     keys = (*MODEL_KEYS, "objective", *(() if task.data == "selected" else DATA_KEYS))
     found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
+    found = dataclasses.replace(found, objective=_objective_of_data(found))
     if task.run is None:
         then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
         changed = [
@@ -112,8 +118,32 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
     return dataclasses.replace(found, trainer=own, hw=hw, output_dir=folder.output_dir, name=folder.name)
 
 
+def _objective_of_data(config: Config) -> ObjectiveConfig:
+    """Return the run's objective, or that of texts where it compares pairs and the command selects texts.
+
+    Raises:
+        ConfigError: the data is pairs and the objective does not compare them, or is both pairs and texts.
+    """
+    name, kinds = config.objective.name, {source: each.kind for source, each in config.data.items()}
+    are_pairs = {kind == "preference" for kind in kinds.values()}
+    if are_pairs == {config.objective.reads_pairs}:
+        return config.objective
+    if are_pairs == {False}:
+        log.info("objective=%s; these documents are no pairs: they are scored as texts", name)
+        return next(kind(key) for key, kind in OBJECTIVES.items() if kind._target_ == FIRST)
+    told = ", ".join(f"data.{source}.kind={kind}" for source, kind in kinds.items())
+    raise ConfigError(
+        f"{told}, with the run's objective={name}; "
+        + (
+            "pairs and texts are scored apart; select one of them."
+            if config.objective.reads_pairs
+            else "it does not compare the answers of pairs; select texts, or evaluate a run of preferences."
+        )
+    )
+
+
 def _require_scored(folder: RunFolder) -> None:
-    """Require a run to have learnt next, masked or replaced tokens or labels, which is what is scored.
+    """Require a run to have an objective whose documents are scored.
 
     Raises:
         ConfigError: it has another objective.
@@ -121,8 +151,8 @@ def _require_scored(folder: RunFolder) -> None:
     target = (folder.stored_identity() or {}).get("objective._target_", FIRST)
     if target not in EVALUATED:
         raise ConfigError(
-            f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens and "
-            "labels; the run's own held-out losses are in its metrics.jsonl and result.json."
+            f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens, "
+            "labels and pairs of answers; the run's own held-out losses are in its metrics.jsonl and result.json."
         )
 
 
@@ -148,7 +178,8 @@ def _run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
     finished = folder.finished()
     if finished is not None:
         kind = "model" if config.lora.r == 0 else "adapter"
-        found = Subject(config, kind, folder.path(kind), results, finished.get("data_audit"))
+        start = _start_of(finished.get("start"), config, run=folder.path())
+        found = Subject(config, kind, folder.path(kind), results, start, finished.get("data_audit"))
         return found if kind == "model" else _with_adapter(found, found.place)
     newest = latest_progress(folder.path("checkpoints"))
     if newest is None:
@@ -159,8 +190,26 @@ def _run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
     step, progress = newest
     log.warning("%s is not finished; its checkpoint of step %d is evaluated", folder.path(), step)
     checkpoints = folder.path("checkpoints")
-    audit = progress_of(progress, folder=checkpoints).data
-    return Subject(config, "checkpoint", checkpoints, results, audit)
+    then = progress_of(progress, folder=checkpoints)
+    start = _start_of(then.start, config, run=folder.path())
+    return Subject(config, "checkpoint", checkpoints, results, start, then.data)
+
+
+def _start_of(lineage: Mapping[str, Any] | None, config: Config, *, run: str) -> StartPoint | None:
+    """Return what a run started from, if its loss compares with that.
+
+    Raises:
+        ConfigError: it was moved or deleted.
+    """
+    if lineage is None or not config.objective.reads_reference():
+        return None
+    point = StartPoint(**lineage)
+    if not paths.exists(point.place):
+        raise ConfigError(
+            f"{run}; it is compared with the model that it started from, {point.place}, which is not there; restore "
+            "that folder."
+        )
+    return point
 
 
 def _with_adapter(subject: Subject, adapter: str) -> Subject:
