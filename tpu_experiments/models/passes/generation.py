@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.parts.attention import FLASH
+from tpu_experiments.models.parts.attention import DECODE, FLASH
 from tpu_experiments.models.passes.forward import (
     UNFIT,
     attention_input,
@@ -99,14 +99,14 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
 
 @contextmanager
 def without_kernel(module: nn.Module) -> Iterator[None]:
-    """Replace the attention kernel by sdpa or eager attention inside the block.
+    """Replace the attention kernel and sdpa by attention to a cache (`decode`) inside the block.
 
     The kernel of `model.attention=flash` takes whole rows only.
     """
     config: Any = module.config
     chosen = config._attn_implementation
-    if chosen == FLASH:  # sdpa has no soft cap of scores (Gemma 2)
-        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    if chosen in (FLASH, "sdpa"):
+        config._attn_implementation = DECODE
     try:
         yield
     finally:
