@@ -29,7 +29,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import LoopCall, Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors, with_slot
 
 
 class FreshCache:
@@ -58,12 +58,12 @@ class FilledCache:
     """Writes the key and value of one token into its slot and returns all slots.
 
     Args:
-        layers: keys and values (B, K, S, D), written in place.
-        slot: number of the token's slot, (1,).
+        layers: keys and values (B, K, S, D), written in place where that is not XLA's to decide.
+        slot: number of the token's slot, (1,) int32.
     """
 
     def __init__(self, layers: Sequence[tuple[Tensor, ...]], *, slot: Tensor) -> None:
-        self.layers, self.slot = layers, slot.long()
+        self.layers, self.slot = list(layers), slot
 
     def kept(self) -> Sequence[tuple[Tensor, ...]]:
         """Return keys and values in the order of layers."""
@@ -72,7 +72,16 @@ class FilledCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a layer's key and value of one token and return all slots; transformers' layers call it."""
         keys, values = self.layers[layer_idx]
-        return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
+        written = self._written(keys, key), self._written(values, value)
+        self.layers[layer_idx] = written
+        return written
+
+    def _written(self, into: Tensor, part: Tensor) -> Tensor:
+        if (
+            into.device.type == "xla"
+        ):  # of index_copy XLA makes a scatter, for which it copies a cache into another layout
+            return with_slot(into, part, self.slot, 2)
+        return into.index_copy_(2, self.slot.long(), part)
 
     def get_seq_length(self, *_: Any) -> int:
         """Return the number of slots; unused by the model, which is given positions and masks."""
