@@ -166,6 +166,20 @@ def _(into: Tensor, part: Tensor, at: Sequence[int]) -> Tensor:
     return torch.empty(into.shape, dtype=into.dtype, device=into.device)
 
 
+@torch.library.custom_op("tpu_experiments::with_slot", mutates_args=(), device_types="cpu")
+def with_slot(into: Tensor, part: Tensor, slot: Tensor, dim: int) -> Tensor:
+    """Return `into` with `part`, of size 1 along a dimension, at the index `slot` (1,) int32 of that dimension.
+
+    XLA writes it in place where nothing reads `into` later.
+    """
+    return into.index_copy(dim, slot.long(), part)
+
+
+@with_slot.register_fake
+def _(into: Tensor, part: Tensor, slot: Tensor, dim: int) -> Tensor:
+    return torch.empty_like(into)
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Transfers of an intermediate value to host memory and back; by default it stays on the device."""

@@ -30,7 +30,8 @@ from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.data.tokens.tokenizer import text_end_ids
 from tpu_experiments.data.tokens.widths import Widths
 from tpu_experiments.metrics.held_out import measures
-from tpu_experiments.models.parts.dropout import NOISE, hashed, random_words
+from tpu_experiments.models.parts.dropout import NOISE, hashed, random_words, uniform
+from tpu_experiments.models.passes.draws import drawn
 from tpu_experiments.models.passes.forward import (
     capped,
     has_plain_head,
@@ -39,7 +40,6 @@ from tpu_experiments.models.passes.forward import (
     soft_cap_of,
     target_weights,
 )
-from tpu_experiments.models.passes.gumbel import sampled
 from tpu_experiments.models.passes.loss import TokenScores
 from tpu_experiments.objectives.base import Objective
 from tpu_experiments.optim.ema import held_of
@@ -325,7 +325,7 @@ class Sampler:
             logits_RV = self._logits(rows, last_R)
         more = {}
         if self.temperature:  # a draw by words of its own, so that it is the same on every device
-            token_R = sampled(logits_RV.float() / self.temperature, batch[WORDS])
+            token_R = drawn(logits_RV.float() / self.temperature, uniform(batch[WORDS]))
             more[WORDS] = hashed(batch[WORDS])
         else:
             token_R = logits_RV.argmax(-1)

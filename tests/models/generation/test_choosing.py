@@ -60,9 +60,10 @@ def drawn(uniforms, choice):
     logits_BV, ids_BS, where = case(10, seed=8)
     rows = len(uniforms)
     where = {"pads_B": where["pads_B"].expand(rows), "slot": where["slot"]}
-    return next_ids(
+    tokens, _ = next_ids(
         logits_BV.expand(rows, -1), ids_BS=ids_BS.expand(rows, -1), uniform_B=uniforms, choice=choice, **where
     )
+    return tokens
 
 
 def test_draws_follow_the_probabilities():

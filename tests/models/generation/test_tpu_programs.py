@@ -1,5 +1,8 @@
 """The TPU's compiler takes both programs, and keys and values stay where they are."""
 
+import math
+import re
+
 import pytest
 import torch
 
@@ -8,18 +11,15 @@ from tests.tiers import only
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.huggingface import ShapesOfModel
-from tpu_experiments.models.passes.generation import Bucket, Decoder
+from tpu_experiments.models.passes.generation import Decoder
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.planning.compiled import Compilers
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.xla.tracing import TracingRuntime
+from tpu_experiments.tasks.plan.decoding import lowered_decoding
 
 pytestmark = pytest.mark.xla
 ROWS, LENGTH = 2, 128
-
-
-def like(shape, dtype=torch.int32):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @pytest.mark.slow
@@ -33,25 +33,17 @@ def test_both_programs_compile_for_v6e_and_the_cache_is_written_in_place(make_co
             source = ShapesOfModel(config.model, seed=0)
             module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=runtime.place)
             settings = {"num_rows": ROWS, "max_new_tokens": 32, "tokens_per_call": 8, "seed": 0}
-            bucket = Bucket(Decoder(module, runtime=runtime, choice=how, **settings), length=LENGTH)
-            prompts = {"ids": like((ROWS, LENGTH)), "pads": like(ROWS), "uniforms": like(ROWS, torch.float32)}
-            read = runtime.lower(bucket.prefill, name="read", batch=prompts, rows_dim=-1)
-            made = bucket.prefill(runtime.put(prompts, rows_dim=-1))
-            bucket.state = {name: runtime.place(like(t.shape, t.dtype), name=name) for name, t in made.items()}
-            more = {"ids": like(1), "uniforms": like((8, ROWS), torch.float32)}
-            state = bucket.state
-            write = runtime.lower(
-                bucket.next_states,
-                name="write",
-                batch=more,
-                rows_dim=-1,
-                renewed=lambda new: [(state[n], new[n]) for n in new],
-            )
+            decoder = Decoder(module, runtime=runtime, choice=how, **settings)
+            read, write = lowered_decoding(decoder, length=LENGTH)
     with Compilers(1) as compilers:
         _, written = (compilers.submit(p, hw=config.hw, folder=str(tmp_path)).result() for p in (read, write))
-    cache_bytes = sum(t.nbytes for name, t in state.items() if name.startswith("layer"))
+    shapes = [a.shape for a in write.arguments if a.name.startswith("batch/layer")]
+    cache_bytes = sum(2 * math.prod(shape) for shape in shapes)
     assert written.memory is not None
     assert written.memory.aliased >= cache_bytes
     text = written.optimized_hlo()
     assert text.count(" while(") >= 1
-    assert f"bf16[{ROWS},2,{bucket.num_slots},16]" in text or f"bf16[{ROWS},1,{bucket.num_slots},16]" in text
+    (cache,) = {f"bf16[{','.join(map(str, shape))}]" for shape in shapes}
+    assert cache in text
+    copies = [line for line in text.splitlines() if re.search(rf"= {re.escape(cache)}\S* copy\(", line)]
+    assert not copies, "a copy of the cache, at each call or for each token"

@@ -151,3 +151,46 @@ def _capped(
 
 
 ALL_ATTENTION_FUNCTIONS.register(FLASH, flash)
+DECODE = "decode"
+
+
+def decode(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute one layer's attention of one token to a cache, with the signature that transformers calls.
+
+    sdpa's decomposition on XLA multiplies all keys by the root of the scale: for Qwen2.5 0.5B on v5e (64 rows, 1,024
+    slots) it took 11 of 15 ms a token (planned). Here the query alone is scaled, and no head is repeated.
+
+    Args:
+        query: (B, H, 1, D), key and value (B, K, S, D); of more tokens sdpa is computed.
+        attention_mask: boolean (B, 1, 1, S), true where the token attends.
+        softcap: c; scores become c tanh(score / c).
+
+    Returns:
+        The output (B, 1, H, D), and None in place of attention weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.shape[2] > 1 or position_bias is not None:
+        if softcap is not None:
+            return _capped(query, key, value, mask=attention_mask, scale=scale, soft_cap=softcap, dropout=0.0), None
+        more = {"position_bias": position_bias, **others} if position_bias is not None else others
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **more)
+    grouped = (query[:, :, 0] * scale).unflatten(1, (key.shape[1], -1))
+    scores = torch.einsum("bkgd,bksd->bkgs", grouped, key).float()
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min), -1)
+    out = torch.einsum("bkgs,bksd->bkgd", weights.to(value.dtype), value)
+    return out.flatten(1, 2)[:, None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(DECODE, decode)

@@ -157,7 +157,7 @@ class Denoiser:
         if not self.choice.do_sample:
             return logits_BKV.argmax(-1).to(torch.int32)
         uniform_BK = uniform(token_words(key_B, length=logits_BKV.shape[1], site=CHOSEN))
-        found = drawn_of(*candidates(logits_BKV.flatten(0, 1), choice=self.choice), uniform_BK.flatten())
+        found, _ = drawn_of(*candidates(logits_BKV.flatten(0, 1), choice=self.choice), uniform_BK.flatten())
         return found.view(uniform_BK.shape)
 
     def sureness(self, logits_BKV: Tensor, chosen_BK: Tensor, key_B: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ uniform number a token, made on the host, so they are the same on every device f
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
 candidates."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.parts.attention import FLASH
+from tpu_experiments.models.parts.attention import DECODE, FLASH
+from tpu_experiments.models.passes.draws import drawn
 from tpu_experiments.models.passes.forward import (
     UNFIT,
     attention_input,
@@ -29,7 +31,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import LoopCall, Tensors
+from tpu_experiments.runtime.ops import LoopCall, Tensors, with_slot
 
 
 class FreshCache:
@@ -58,12 +60,12 @@ class FilledCache:
     """Writes the key and value of one token into its slot and returns all slots.
 
     Args:
-        layers: keys and values (B, K, S, D), written in place.
-        slot: number of the token's slot, (1,).
+        layers: keys and values (B, K, S, D), written in place where that is not XLA's to decide.
+        slot: number of the token's slot, (1,) int32.
     """
 
     def __init__(self, layers: Sequence[tuple[Tensor, ...]], *, slot: Tensor) -> None:
-        self.layers, self.slot = layers, slot.long()
+        self.layers, self.slot = list(layers), slot
 
     def kept(self) -> Sequence[tuple[Tensor, ...]]:
         """Return keys and values in the order of layers."""
@@ -72,7 +74,16 @@ class FilledCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a layer's key and value of one token and return all slots; transformers' layers call it."""
         keys, values = self.layers[layer_idx]
-        return keys.index_copy_(2, self.slot, key), values.index_copy_(2, self.slot, value)
+        written = self._written(keys, key), self._written(values, value)
+        self.layers[layer_idx] = written
+        return written
+
+    def _written(self, into: Tensor, part: Tensor) -> Tensor:
+        if (
+            into.device.type == "xla"
+        ):  # of index_copy XLA makes a scatter, for which it copies a cache into another layout
+            return with_slot(into, part, self.slot, 2)
+        return into.index_copy_(2, self.slot.long(), part)
 
     def get_seq_length(self, *_: Any) -> int:
         """Return the number of slots; unused by the model, which is given positions and masks."""
@@ -99,14 +110,14 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
 
 @contextmanager
 def without_kernel(module: nn.Module) -> Iterator[None]:
-    """Replace the attention kernel by sdpa or eager attention inside the block.
+    """Replace the attention kernel and sdpa by attention to a cache (`decode`) inside the block.
 
     The kernel of `model.attention=flash` takes whole rows only.
     """
     config: Any = module.config
     chosen = config._attn_implementation
-    if chosen == FLASH:  # sdpa has no soft cap of scores (Gemma 2)
-        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    if chosen in (FLASH, "sdpa"):
+        config._attn_implementation = DECODE
     try:
         yield
     finally:
@@ -122,27 +133,51 @@ def next_ids(
     uniform_B: Tensor,
     choice: ChoiceConfig,
     shape: Tensor | None = None,
-) -> Tensor:
-    """Choose the next token of every row; returns ids (B,) int32.
+) -> tuple[Tensor, Tensor]:
+    """Choose the next token of every row; returns ids (B,) int32 and their log-probabilities (B,) float32.
+
+    A log-probability is that of the distribution that the token was drawn from; of the likeliest token, which is not
+    drawn, that at temperature 1.
 
     Args:
         ids_BS: prompts and generated tokens, each row after `pads_B` slots of padding and up to `slot` (1,).
         uniform_B: float32 in [0, 1); unused without sampling.
-        shape: float32 (2,), temperature and `top_p` in the place of `choice`'s.
+        shape: float32 (1,) temperature or (2,) temperature and `top_p`, in the place of `choice`'s; a temperature of 0
+            takes the likeliest token.
     """
     scores_BV = processed(logits_BV.to(torch.float32), ids_BS=ids_BS, pads_B=pads_B, slot=slot, choice=choice)
     if not choice.do_sample:
-        return scores_BV.argmax(-1).to(torch.int32)
+        token_B = scores_BV.argmax(-1).to(torch.int32)
+        return token_B, _log_probs(scores_BV, token_B)
+    if shape is not None:
+        is_sampled = shape[:1] > 0
+        heat = torch.where(is_sampled, shape[:1], 1.0)
+        shape = torch.cat([heat, shape[1:]])
+    top_p = choice.top_p if shape is None or len(shape) == 1 else None
+    if choice.top_k == 0 and top_p == 1:
+        scores_BV = scores_BV / (choice.temperature if shape is None else shape)
+        token_B = drawn(scores_BV, uniform_B)
+        if shape is not None:
+            token_B = torch.where(is_sampled, token_B, scores_BV.argmax(-1).to(torch.int32))
+        return token_B, _log_probs(scores_BV, token_B)
+    if shape is not None:  # the number 0 takes the first candidate, which is the likeliest
+        uniform_B = torch.where(is_sampled, uniform_B, 0.0)
     return drawn_of(*candidates(scores_BV, choice=choice, shape=shape), uniform_B)
 
 
-def drawn_of(probabilities_BC: Tensor, ids_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return ids (B,) int32 drawn from candidates by uniform numbers (B,) float32 in [0, 1)."""
+def _log_probs(scores_BV: Tensor, token_B: Tensor) -> Tensor:
+    return scores_BV.gather(1, token_B[:, None].long())[:, 0] - torch.logsumexp(scores_BV, -1)
+
+
+def drawn_of(probabilities_BC: Tensor, ids_BC: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids (B,) int32 drawn from candidates by uniform numbers (B,) float32 in [0, 1), and log-probabilities."""
     reached_BC = probabilities_BC.cumsum(-1)
     # Inverse transform sampling. Scaled by the last sum, the distribution function reaches 1 despite rounding.
     place_B1 = (reached_BC <= uniform_B[:, None] * reached_BC[:, -1:]).sum(-1, keepdim=True)
     possible_B1 = (probabilities_BC > 0).sum(-1, keepdim=True)
-    return ids_BC.gather(1, torch.minimum(place_B1, possible_B1 - 1))[:, 0].to(torch.int32)
+    place_B1 = torch.minimum(place_B1, possible_B1 - 1)
+    shares_B1 = probabilities_BC.gather(1, place_B1) / reached_BC[:, -1:]
+    return ids_BC.gather(1, place_B1)[:, 0].to(torch.int32), torch.log(shares_B1)[:, 0]
 
 
 def processed(logits_BV: Tensor, *, ids_BS: Tensor, pads_B: Tensor, slot: Tensor, choice: ChoiceConfig) -> Tensor:
@@ -166,7 +201,8 @@ def candidates(scores_BV: Tensor, *, choice: ChoiceConfig, shape: Tensor | None 
     and this keeps `top_k` in total.
     """
     num_ids = scores_BV.shape[-1]
-    temperature, top_p = (choice.temperature, choice.top_p) if shape is None else (shape[:1], shape[1:])
+    temperature = choice.temperature if shape is None else shape[:1]
+    top_p = choice.top_p if shape is None or len(shape) == 1 else shape[1:]
     scaled_BV = scores_BV / temperature
     best_BC, ids_BC = torch.topk(scaled_BV, min(choice.top_k or num_ids, num_ids), dim=-1)
     probabilities_BC = torch.softmax(best_BC, dim=-1)
@@ -193,6 +229,8 @@ def _ends_of_repeats(ids_BS: Tensor, *, pads_B: Tensor, slot: Tensor, size: int)
     return match_BS
 
 
+NEW = ("tokens", "log_probs")
+"""Names of what the programs return of new tokens: ids, int32, and log-probabilities (`next_ids`), float32."""
 SMALLEST = 1e-6
 """Smallest `top_p` of a call: the likeliest token alone, as 0 means in other programs."""
 
@@ -204,7 +242,18 @@ class Sampling:
     temperature: float
     """0 takes the likeliest token."""
     top_p: float | None = None
-    """None: the setting's."""
+    """None: the setting's. Either every call has one, or none: it is an input of the programs."""
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Answers to a batch of prompts, in arrays of one shape; 0 behind an answer's end."""
+
+    ids_BN: NDArray[np.int32]
+    log_probs_BN: NDArray[np.float32]
+    """Of the tokens, as of `next_ids`."""
+    lengths_B: NDArray[np.int64]
+    """Tokens of each answer, the one that ended it included."""
 
 
 class Decoder:
@@ -254,6 +303,49 @@ class Decoder:
             bucket: T.
             sampling: an input of the programs: another one compiles nothing. Either every call has one, or none.
         """
+        written: list[list[int]] = [[] for _ in prompts]
+        for tokens_BN, _ in self._new(prompts, draws=draws, bucket=bucket, sampling=sampling):
+            for row, new in zip(written, tokens_BN.tolist(), strict=True):
+                row += new
+            yield [row[: self.max_new_tokens] for row in written]
+
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        draws: Sequence[int],
+        bucket: int,
+        ends: Collection[int] = (),
+        sampling: Sampling | None = None,
+    ) -> "Completions":
+        """Return the whole answers to prompts, with the log-probabilities of their tokens; arguments as of `stream`.
+
+        Args:
+            ends: ids that end an answer, which they are part of. Once all answers have ended, no more is computed.
+        """
+        tokens, log_probs, num = [], [], 0
+        lengths_B = np.full(len(prompts), self.max_new_tokens)
+        for tokens_BN, log_probs_BN in self._new(prompts, draws=draws, bucket=bucket, sampling=sampling):
+            tokens.append(tokens_BN.numpy())
+            log_probs.append(log_probs_BN.numpy())
+            is_end_BN = np.isin(tokens[-1], list(ends))
+            own_B = np.where(is_end_BN.any(1), num + is_end_BN.argmax(1) + 1, self.max_new_tokens)
+            lengths_B = np.minimum(lengths_B, own_B)
+            num += tokens_BN.shape[1]
+            if num >= lengths_B.max():
+                break
+        shape = len(prompts), self.max_new_tokens
+        found = Completions(np.zeros(shape, np.int32), np.zeros(shape, np.float32), lengths_B)
+        for whole, parts in ((found.ids_BN, tokens), (found.log_probs_BN, log_probs)):
+            part = np.concatenate(parts, 1)[:, : self.max_new_tokens]
+            whole[:, : part.shape[1]] = part
+            whole[np.arange(self.max_new_tokens) >= lengths_B[:, None]] = 0
+        return found
+
+    def _new(
+        self, prompts: Sequence[list[int]], *, draws: Sequence[int], bucket: int, sampling: Sampling | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield new tokens (R, n) and log-probabilities of R prompts after each read."""
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
             self._expect()
@@ -263,13 +355,12 @@ class Decoder:
         uniforms_BN = np.pad(uniforms_BN, ((0, self.num_rows - len(prompts)), (0, 0)))
         given = None
         if sampling is not None:
-            top_p = self.choice.top_p if sampling.top_p is None else max(sampling.top_p, SMALLEST)
-            given = torch.tensor([sampling.temperature or 1.0, top_p])
-            if sampling.temperature == 0:  # the draw 0 takes the first candidate, which is the likeliest
-                uniforms_BN = np.zeros_like(uniforms_BN)
+            top_p = [] if sampling.top_p is None else [max(sampling.top_p, SMALLEST)]
+            given = torch.tensor([sampling.temperature, *top_p])
         with torch.no_grad():
-            for written_BN in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), shape=given):
-                yield written_BN[: len(prompts), : self.max_new_tokens].tolist()
+            for new in self.buckets[bucket].generate(filled, torch.from_numpy(uniforms_BN), shape=given):
+                tokens_BN, log_probs_BN = (tensor[: len(prompts)] for tensor in new)
+                yield tokens_BN, log_probs_BN
 
     def _uniforms(self, draw: int) -> np.ndarray:
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64)))
@@ -280,7 +371,7 @@ class Decoder:
         for length in self.buckets:
             shapes |= {
                 f"read {length}": {(self.num_rows, length)},
-                f"write {length}": {(self.tokens_per_call, self.num_rows)},
+                f"write {length}": {(self.num_rows, self.tokens_per_call)},
             }
         self.runtime.expect(shapes)
 
@@ -290,31 +381,35 @@ class Bucket:
 
     def __init__(self, decoder: Decoder, *, length: int) -> None:
         self.decoder, self.length = decoder, length
-        self.num_slots = length + 1 + decoder.num_calls * decoder.tokens_per_call
+        self.num_slots = length + decoder.num_calls * decoder.tokens_per_call
+        """S of keys and values; token ids have one more, as the last token is read by nothing."""
         self.state: dict[str, Tensor] = {}
         runtime = decoder.runtime
         self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
         self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
 
-    def generate(self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, shape: Tensor | None) -> Iterator[Tensor]:
-        """Yield the tokens generated so far (B, n) on the host: after the first one, then N at a time."""
+    def generate(
+        self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, shape: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield new tokens (B, n) and their log-probabilities on the host: the first one, then N at a time."""
         decoder, put = self.decoder, self.decoder.runtime.put
         ids_BT = torch.zeros(len(prompts), self.length, dtype=torch.int32)
         for row, ids in enumerate(prompts):
             ids_BT[row, self.length - len(ids) :] = torch.tensor(ids, dtype=torch.int32)
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
         more = {} if shape is None else {"shape": shape}
-        batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous(), **more}, rows_dim=-1)
+        batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous(), **more}, rows_dim=0)
         self.state = self.prefill_program(batch)
-        yield self._written(self.state["ids"], 1)
+        yield self._on_host({name: self.state.pop(name) for name in NEW})
         for call in range(decoder.num_calls):
             begin = 1 + call * decoder.tokens_per_call
             end = begin + decoder.tokens_per_call
-            batch = put({"uniforms": uniforms_BN[:, begin:end].T.contiguous(), **more}, rows_dim=-1)
-            yield self._written(self.decode_program(batch)["ids"], end)
+            batch = put({"uniforms": uniforms_BN[:, begin:end].contiguous(), **more}, rows_dim=0)
+            yield self._on_host(self.decode_program(batch))
 
-    def _written(self, ids_BS: Tensor, num: int) -> Tensor:
-        return on_host(ids_BS)[:, self.length : self.length + num]
+    def _on_host(self, new: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens_BN, log_probs_BN = (on_host(new[name]).T for name in NEW)
+        return tokens_BN, log_probs_BN
 
     def prefill(self, batch: Batch) -> dict[str, Tensor]:
         """Compute what layers keep of prompts `ids` (B, T), and the first token after them (prefill program).
@@ -340,38 +435,40 @@ class Bucket:
         if not layers:
             raise _no_cache(module)
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
-        ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots - self.length))
+        ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots + 1 - self.length))
         how = {"uniform_B": batch["uniforms"], "shape": batch.get("shape")}
-        state = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, **how)
-        return dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
+        state, new = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, **how)
+        found = dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
+        return found | {name: tensor[None] for name, tensor in zip(NEW, new, strict=True)}
 
     def generate_tokens(self, batch: Batch) -> dict[str, Tensor]:
-        """Generate N more tokens in `state`; returns `ids` as a separate tensor (decoding program)."""
-        new = self.next_states(batch)
+        """Generate N more tokens in `state`; returns `NEW` of them, (N, B) each (decoding program)."""
+        changed, new = self.next_states(batch)
         with torch.no_grad():
-            for name, tensor in new.items():
+            for name, tensor in changed.items():
                 self.state[name].copy_(tensor)
-        return {"ids": new["ids"]}
+        return new
 
-    def next_states(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what N more tokens, sampled by `uniforms` (N, B), change in `state`."""
+    def next_states(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what N more tokens, sampled by `uniforms` (B, N), change in `state`, and `NEW` of them."""
         state = self.state
         names = [name for name in state if name != "pads"]
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
             current = dict(zip(names, carry, strict=True))
             shape = consts[1] if len(consts) > 1 else None
-            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], shape=shape), ()
+            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], shape=shape)
 
         carry = tuple(state[name] for name in names)
         consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
-        new, _ = self.decoder.runtime.loop(LoopCall(body, carry=carry, xs=(batch["uniforms"],), consts=consts))
-        return dict(zip(names, new, strict=True))
+        call = LoopCall(body, carry=carry, xs=(batch["uniforms"].T,), consts=consts)
+        changed, new = self.decoder.runtime.loop(call)
+        return dict(zip(names, changed, strict=True)), dict(zip(NEW, new, strict=True))
 
     def next_state(
         self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, shape: Tensor | None
-    ) -> Tensors:
-        """Return `state` with the token after `slot`; layers have read the token in `slot`."""
+    ) -> tuple[Tensors, Tensors]:
+        """Return `state` with the token after `slot`, and `NEW` of it; layers have read the token in `slot`."""
         module: Any = self.decoder.module
         slot, ids_BS = state["slot"], state["ids"]
         layers = _layers(state)
@@ -384,10 +481,8 @@ class Bucket:
                 masks=self._masks(pads_B, slot=slot),
                 cache=cache,
             )
-        return (
-            *self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, shape=shape),
-            *_named(cache.kept()).values(),
-        )
+        written, new = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, shape=shape)
+        return (*written, *_named(cache.kept()).values()), new
 
     def _masks(self, pads_B: Tensor, *, slot: Tensor) -> Any:
         """Return the model's `attention_mask` for one token; None where a state has seen all tokens before it."""
@@ -396,10 +491,10 @@ class Bucket:
             return None
         return slot_masks(pads_B, slot=slot, num_slots=self.num_slots, module=module)
 
-    def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Any) -> Tensors:
-        """Choose the next token; returns the ids with it in place, and its slot."""
-        token_B = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, choice=self.decoder.choice, **given)
-        return ids_BS.index_copy(1, (slot + 1).long(), token_B[:, None]), slot + 1
+    def _with_next(self, logits_BV: Tensor, ids_BS: Tensor, slot: Tensor, **given: Any) -> tuple[Tensors, Tensors]:
+        """Choose the next token; returns the ids with it in place and its slot, and `NEW` of it, (B,) each."""
+        new = next_ids(logits_BV, ids_BS=ids_BS, slot=slot, choice=self.decoder.choice, **given)
+        return (ids_BS.index_copy(1, (slot + 1).long(), new[0][:, None]), slot + 1), new
 
 
 def _no_cache(module: nn.Module, reason: str = "") -> ConfigError:

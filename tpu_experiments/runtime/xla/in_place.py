@@ -16,7 +16,7 @@ import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
 from tpu_experiments.config.mesh import Axes, Mesh
-from tpu_experiments.runtime.ops import in_use, widened, written
+from tpu_experiments.runtime.ops import in_use, widened, with_slot, written
 
 NAMES = {
     torch.bfloat16: "bf16",
@@ -54,6 +54,23 @@ def _(into: Tensor, part: Tensor, at: Sequence[int]) -> Tensor:
     computation = _computation(tuple(into.shape), tuple(part.shape), into.dtype, tuple(at))
     made: list[Tensor] = torch_xla._XLAC._xla_user_computation("xla::written", [into, part], computation)
     return made[0]
+
+
+@with_slot.register_kernel("xla")
+def _(into: Tensor, part: Tensor, slot: Tensor, dim: int) -> Tensor:
+    computation = _computation_at(tuple(into.shape), tuple(part.shape), into.dtype, dim)
+    made: list[Tensor] = torch_xla._XLAC._xla_user_computation("xla::with_slot", [into, part, slot], computation)
+    return made[0]
+
+
+@functools.cache
+def _computation_at(whole: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype, dim: int) -> object:
+    def with_slot(into: xb.Op, part: xb.Op, slot: xb.Op) -> xb.Op:
+        zero = xb.Op.scalar(into.builder(), 0, dtype=xb.Type.S32)
+        return into.dynamic_update_slice(part, [slot.reshape(()) if d == dim else zero for d in range(len(whole))])
+
+    shapes = [xb.Shape.create(TYPES[dtype], shape) for shape in (whole, part)]
+    return xb.create_computation("with_slot", with_slot, [*shapes, xb.Shape.create(xb.Type.S32, (1,))])
 
 
 @widened.register_kernel("xla")

@@ -395,7 +395,8 @@ def question_of(
         raise Refusal(HTTPStatus.BAD_REQUEST, text, param=field, code="invalid_value")
     reader = writer.models[model].reader
     prompt, ids, num_left_out = fitted(asked.conversation(task), reader=reader, place="the conversation")
-    sampling = Sampling(task.temperature if asked.temperature is None else asked.temperature, asked.top_p)
+    temperature = task.temperature if asked.temperature is None else asked.temperature
+    sampling = Sampling(temperature, task.top_p if asked.top_p is None else asked.top_p)
     question = Question(model, prompt, ids, max_tokens, sampling, tuple(asked.stop))
     usage = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
     return question, usage | {"turns_left_out": num_left_out}
