@@ -16,6 +16,7 @@ LAYER_OF = {
     "models": 2,
     "optim": 2,
     "objectives": 3,
+    "rewards": 3,
     "metrics": 2,
     "loggers": 3,
     "export": 3,

@@ -29,21 +29,25 @@ def locate(target: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
-def target_problems(target: str, *, key: str) -> list[str]:
-    """Return what is wrong with `target`, without importing its module (its packages' `__init__` do run)."""
+def target_problems(target: str, *, key: str, setting: str = "_target_") -> list[str]:
+    """Return what is wrong with `target`, without importing its module (its packages' `__init__` do run).
+
+    Args:
+        setting: name of the setting below `key`.
+    """
     module_name, _, name = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module_name)
     except (ModuleNotFoundError, ValueError):
         spec = None
     if spec is None:
-        return [f"{key}._target_={target}; there is no module {module_name}; write package.module.Name."]
+        return [f"{key}.{setting}={target}; there is no module {module_name}; write package.module.Name."]
     if spec.origin is None or not spec.origin.endswith(".py"):
         return []
     defined, imported = _names_of(Path(spec.origin).read_text(encoding="utf-8"))
     if name in defined or imported & {name, "*"} or "__getattr__" in defined:
         return []
-    return [f"{key}._target_={target}; {module_name} has no {name}. {suggest(name, defined)}"]
+    return [f"{key}.{setting}={target}; {module_name} has no {name}. {suggest(name, defined)}"]
 
 
 @lru_cache(64)

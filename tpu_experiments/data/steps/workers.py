@@ -128,12 +128,12 @@ class _Pool:
 
 def _start(parent: int, make_worker: Callable[[Any], Callable[[Any], Any]], settings: Any) -> None:
     global _worker
-    Thread(target=_end_with, args=(parent,), name="end_with_parent", daemon=True).start()
+    Thread(target=end_with_parent, args=(parent,), name="end_with_parent", daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process already
     _worker = make_worker(settings)
 
 
-def _end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Exit within a second of the end of process `parent`; the kernel reports only the fork server's end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(parent)

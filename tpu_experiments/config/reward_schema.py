@@ -1,0 +1,20 @@
+"""Settings of rewards: functions of an answer, each with a weight."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpu_experiments.config.fields import number
+
+
+@dataclass
+class RewardConfig:
+    """A function `(prompt, completion, row, **arguments) -> float`."""
+
+    function: str
+    """Name of one in rewards/functions.py, as `number`, or package.module.name of your own."""
+    weight: float = 1.0
+    """Factor of it in the sum of the rewards."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments by keyword."""
+    max_seconds: float = number(default=5.0, above=0)
+    """Time on the clock for one answer; one that takes longer has no reward."""
