@@ -152,6 +152,11 @@ def test_pairs_are_two_segments_as_in_training():
         np.testing.assert_array_equal(rows.array(name), trained.array(name))
 
 
+def test_a_pair_is_two_texts():
+    assert [len(ids) for ids in pairs([(5, 6), (4, 3)]).texts()] == [5, 6, 4, 3]
+    assert [len(ids) for ids in documents([3, 1]).texts()] == [3, 1]
+
+
 def test_values_of_segments_come_to_their_pair():
     given_pairs = pairs([(5, 6), (4, 4), (7, 3), (3, 3)])
     laid_out = rows_of_documents(given_pairs, seq_len=24, pad_id=0)

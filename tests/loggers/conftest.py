@@ -14,8 +14,8 @@ from tpu_experiments.storage.run_folder import open_run
 def make_context(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., LoggerContext]:
     """Context of a run that is new, or of its next start with `resume_step`."""
 
-    def make(*, output_dir: str | None = None, resume_step: int = 0, total_steps: int = 100) -> LoggerContext:
-        config = make_config("name=x", f"output_dir={output_dir or tmp_path}")
+    def make(*words: str, output_dir: str | None = None, resume_step: int = 0, total_steps: int = 100) -> LoggerContext:
+        config = make_config("name=x", *words, f"output_dir={output_dir or tmp_path}")
         folder = open_run(config)
         folder.create(config)
         return LoggerContext(run_folder=folder, config=config, total_steps=total_steps, resume_step=resume_step)

@@ -38,6 +38,22 @@ def test_an_evaluation_is_a_line_of_its_own(make_context: MakeContext, caplog: p
     assert caplog.messages == ["step 7/100  eval/loss 2.0000  eval/perplexity 7.3890"]
 
 
+def test_measures_are_shown_once_and_of_a_source_the_loss_alone(
+    make_context: MakeContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    logger = ConsoleLogger(make_context("objective=dpo", "data=stories_pairs_ro", "curriculum=single"))
+    one = {"eval/loss": 0.5, "eval/loss_a": 0.5, "eval/rewards/margins": 1.0, "eval/rewards/margins_a": 1.0}
+    logger.scalars(7, one | {"eval/logps/chosen": -3.0, "eval/logps/chosen_a": -3.0})
+    logger.scalars(8, one | {"eval/loss_b": 0.25, "eval/rewards/margins_b": 2.0})
+    assert caplog.messages == [
+        "step 7/100  eval/loss 0.5000  eval/rewards/margins 1.0000",
+        "step 8/100  eval/loss 0.5000  eval/loss_a 0.5000  eval/rewards/margins 1.0000  eval/loss_b 0.2500",
+    ]
+    logger.scalars(9, {"train/loss": 0.4, "train/rewards/accuracies": 0.75, "train/rewards/margins": 1.0})
+    assert "grad         -  rewards/accuracies 0.7500  " in caplog.messages[-1]
+
+
 def test_a_bar_advances_to_the_step_and_survives_log_lines(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, root_logger: logging.Logger
 ) -> None:

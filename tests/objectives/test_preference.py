@@ -148,6 +148,29 @@ def test_measures_of_documents_are_those_of_their_rows(make_run, settings):
     assert ("kl" in found) == objective.has_reference
 
 
+@pytest.mark.parametrize("settings", [{"loss": "sigmoid"}, {"loss": "orpo"}], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_reports_the_measures_of_its_rows_and_is_otherwise_the_same(make_run, settings, accumulation):
+    found = []
+    for is_reported in (False, True):
+        objective = objective_of(**settings)
+        run = make_run(objective)
+        rows = rows_of(run, objective, made_pairs(0, count=COUNT, vocab=4000))
+        moved(run)
+        expected = objective.summary(objective.sums(run.model.module, run.parameters, rows).tolist())
+        run.step.reported = objective.reported_loss if is_reported else None
+        output = run.program(batch_of(rows, accumulation=accumulation))
+        found.append((output, run.parameters))
+    (plain, before), (output, after) = found
+    assert plain.reported is None
+    assert torch.equal(output.loss, plain.loss)
+    assert torch.equal(output.row_losses_AR, plain.row_losses_AR)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    measures = objective.measures(output.reported.tolist())
+    assert measures.pop("loss") == pytest.approx(expected.loss, rel=1e-5) == pytest.approx(output.loss.item(), rel=1e-5)
+    assert measures == pytest.approx(expected.measures, rel=1e-5, abs=1e-6)
+
+
 def test_kl_is_the_mean_log_ratio_of_the_answers_tokens_and_a_tie_counts_half():
     documents = np.array([[[-4.0, -6.0], [-1.0, -9.0]], [[-5.0, -5.0], [-1.0, -6.0]], [[2.0, 4.0], [1.0, 3.0]]])
     found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*documents).sum(0))

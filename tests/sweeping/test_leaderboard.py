@@ -43,6 +43,23 @@ ROWS = [
 ]
 
 
+def test_points_lead_by_the_measure_of_their_objective_and_then_by_their_loss() -> None:
+    rows = [row(r) for r in (8, 16, 32, 64)]
+    for each, loss, accuracy in zip(rows, (0.5, 0.3, 0.2, 0.1), (0.9, 0.9, 0.8, None), strict=True):
+        measured = (
+            {}
+            if accuracy is None
+            else {"ranked_by": "rewards/accuracies", "eval_measures": {"rewards/accuracies": accuracy}}
+        )
+        each.fill_from_result({"eval_loss": loss, **measured})
+    assert [each.changed["lora.r"] for each in ranked(rows)] == ["16", "8", "32", "64"]
+    table = leaderboard.cells(rows)
+    assert table[1][table[0].index("rewards/accuracies")] == "0.9000"
+    assert "held-out rewards/accuracies 0.9000, held-out loss 0.3000" in leaderboard.best(rows, name="s")[0]
+    assert "measure" in leaderboard.csv_text(rows).split("\n")[0]
+    assert "measure" not in leaderboard.csv_text(ROWS).split("\n")[0]
+
+
 def test_finished_points_lead_by_their_held_out_loss() -> None:
     assert [each.changed["lora.r"] for each in ranked(ROWS)] == ["32", "8", "128", "64", "16", "4"]
     best = best_of(ROWS)

@@ -104,6 +104,21 @@ def test_tables_say_what_differs_and_what_came_out(tmp_path: Path) -> None:
     assert tables.stage_borders(runs) == [8]
 
 
+def test_runs_of_preferences_are_ranked_by_accuracy_and_then_by_loss(tmp_path: Path) -> None:
+    for name, loss, accuracy in (("a", 0.2, 0.8), ("b", 0.5, 0.9), ("c", 0.4, 0.9)):
+        made(tmp_path / name, loss=loss)
+        file = tmp_path / name / "result.json"
+        measured = {"ranked_by": "rewards/accuracies", "eval_measures": {"rewards/accuracies": accuracy}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | measured))
+    runs = find_runs([str(tmp_path)])
+    titles, lines = tables.results(runs, baseline=runs[0])
+    assert [line[titles.index("rewards/accuracies")].is_best for line in lines] == [False, True, True]
+    assert [line[titles.index("held-out loss")].is_best for line in lines] == [False, False, True]
+    page = report_page(runs, baseline=runs[0], title="x")
+    assert "Best held-out rewards/accuracies" in page
+    assert "Best held-out loss" not in page
+
+
 def test_runs_that_were_evaluated_on_different_text_are_not_ranked(tmp_path: Path) -> None:
     made(tmp_path / "a", loss=3.0)
     made(tmp_path / "b", "optim.lr=0.01", loss=2.5, tokens=98)

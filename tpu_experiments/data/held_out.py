@@ -77,6 +77,11 @@ class HeldOut:
         """Return the document index of each token, shape (L,)."""
         return np.repeat(np.arange(self.flat.num_documents), self.flat.lengths_D)
 
+    def texts(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the ids of each document; of a pair those of either conversation by themselves."""
+        for ids, flags in self.documents():
+            yield from np.split(ids, np.flatnonzero(flags & SECOND))
+
     def documents(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
         """Yield ids and flags of each document."""
         ends_D = np.cumsum(self.flat.lengths_D)

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from tpu_experiments.loggers.base import LoggerContext, MetricLogger
 
 log = logging.getLogger(__name__)
-FOR_FILES = ("eval/accuracy_", "eval/bits_per_byte_")
-"""Prefixes of per-source values, too many for a line."""
+LOSS = "eval/loss_"
+"""Prefix of the held-out loss of a source."""
 
 
 class ConsoleLogger(MetricLogger):
@@ -27,7 +27,7 @@ class ConsoleLogger(MetricLogger):
     """
 
     def __init__(self, context: LoggerContext, *, style: Literal["auto", "bar", "lines"] = "auto") -> None:
-        self._total = context.total_steps
+        self._total, self._objective = context.total_steps, context.config.objective
         self._pace = Pace(context.resume_step)
         self._bar: tqdm[Any] | None = None
         if style == "bar" or (style == "auto" and sys.stderr.isatty()):
@@ -48,14 +48,29 @@ class ConsoleLogger(MetricLogger):
                 self._bar.set_postfix_str(_postfix(values), refresh=False)
                 self._bar.update(step - self._bar.n)
         if "eval/loss" in values:
-            losses = {k: v for k, v in values.items() if k.startswith("eval/") and not k.startswith(FOR_FILES)}
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in self._of_evaluation(values).items())
             log.info("step %d/%d  %s", step, self._total, shown)
 
     def finish(self) -> None:
         """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
+
+    def _of_evaluation(self, values: dict[str, float]) -> dict[str, float]:
+        """Return an evaluation's values for a line: of each source the loss alone, and nothing where there is one.
+
+        Other loggers have all of them.
+        """
+        sources = [name.removeprefix(LOSS) for name in values if name.startswith(LOSS)]
+        of_sources = {
+            f"{name}_{source}" for name in values for source in sources if len(sources) < 2 or name != "eval/loss"
+        }
+        for_files = tuple(f"eval/{name}" for name in self._objective.for_files)
+        return {
+            name: value
+            for name, value in values.items()
+            if name.startswith("eval/") and name not in for_files and name not in of_sources
+        }
 
     def _line(self, step: int, values: dict[str, float]) -> str:
         width = len(str(self._total))
@@ -66,12 +81,18 @@ class ConsoleLogger(MetricLogger):
             f"loss {values['train/loss']:8.4f}",
             f"lr {_number(values, 'train/lr', '9.2e')}",
             f"grad {_number(values, 'train/grad_norm', '9.3f')}",
+            *(f"{name} {values[f'train/{name}']:6.4f}" for name in self._reported(values)),
             f"{_number(values, 'perf/tokens_per_second', '9,.0f')} tok/s",
             f"{milliseconds:8.1f} ms/step",
             *([f"mfu {100 * values['perf/mfu']:4.1f} %"] if "perf/mfu" in values else []),
             f"left {_clock(seconds_left)}",
         ]
         return "  ".join(columns)
+
+    def _reported(self, values: dict[str, float]) -> list[str]:
+        """Return the measure that ranks the run, where a training record has it."""
+        name = self._objective.ranked_by
+        return [name] if name is not None and f"train/{name}" in values else []
 
 
 class Pace:

@@ -152,6 +152,15 @@ class Objective:
         """
         raise NotImplementedError
 
+    def reported_loss(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `row_loss` returns and K sums of every row (R, K), without a gradient.
+
+        A class that has this reports in every log record what `measures` makes of the sums since the last one.
+        """
+        raise NotImplementedError
+
     def parameter_groups(self, names: Sequence[str], *, clip_norm: float | None) -> Sequence[ParameterGroup]:
         """Return groups of the parameters that are clipped apart; none where they are clipped together.
 
@@ -211,7 +220,10 @@ class Objective:
         raise NotImplementedError
 
     def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
-        """Return `loss` and further measures from K sums, numbers or arrays of a shape; with `document_sums`."""
+        """Return `loss` and further measures from K sums, numbers or arrays of a shape.
+
+        With `document_sums` or `reported_loss`.
+        """
         raise NotImplementedError
 
     def read_hits(self, hits_L: Column, predicted_L: Column) -> tuple[Column, dict[str, list[Column]]]:
@@ -275,6 +287,11 @@ def row_arrays(config: Config) -> tuple[Array, ...]:
 def measured_by(objective: Objective) -> Objective | None:
     """Return the objective if it has held-out measures of its own."""
     return None if type(objective).sums is Objective.sums else objective
+
+
+def reports(objective: Objective) -> bool:
+    """Return whether training steps report sums of the objective."""
+    return type(objective).reported_loss is not Objective.reported_loss
 
 
 def trained_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:

@@ -129,11 +129,20 @@ class Preference(Objective):
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return loss sum and number of pairs of every row, (R,) each; with a part for tokens (R, 2) each."""
+        sums, counts, _ = self.reported_loss(module, parameters, rows)
+        return sums, counts
+
+    def reported_loss(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `row_loss` returns and the sums of `SUMS` of every row, (R, K)."""
         pairs = self.pairs(module, parameters, rows)
         weights_RP, (chosen_RP, _) = pairs.weights_RP, pairs.lengths_RP2.unbind(-1)
         losses = self._parts(self.losses(pairs) * weights_RP, -self.sft_weight * pairs.logps_RP2[..., 0] * weights_RP)
         counts = self._parts(weights_RP, chosen_RP * weights_RP)
-        return torch.stack(losses, -1).sum(1).squeeze(-1), torch.stack(counts, -1).sum(1).squeeze(-1)
+        with torch.no_grad():
+            report_RK = torch.stack([(values * weights_RP).sum(1) for values in self.columns(pairs)], -1)
+        return torch.stack(losses, -1).sum(1).squeeze(-1), torch.stack(counts, -1).sum(1).squeeze(-1), report_RK
 
     def _parts(self, of_pairs: Tensor, of_tokens: Tensor) -> list[Tensor]:
         return [of_pairs, of_tokens] if self.sft_weight else [of_pairs]

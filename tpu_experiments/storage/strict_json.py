@@ -19,6 +19,7 @@ RESULT = {
     "sample_after": str,
     "findings": [{"message": str}],
     "adapter_path": str,
+    "ranked_by": str,
     "num_trainable": int,
     "goodput": {"run": ACCOUNT},
     ANY: float,

@@ -13,6 +13,7 @@ from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_markdown
 from tpu_experiments.config.redaction import redacted, redacted_arguments
+from tpu_experiments.metrics.ranking import rank, ranking_measure
 from tpu_experiments.pages.table import markdown_line, right_aligned
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.strict_json import RESULT, shaped
@@ -39,6 +40,10 @@ class Row:
     eval_loss_before: float | None = None
     eval_loss: float | None = None
     """Nats per token on the held-out rows, after training or where it was pruned."""
+    ranked_by: str | None = None
+    """Held-out measure that ranks a finished point before its loss; None: the loss alone."""
+    measure: float | None = None
+    """Value of that measure."""
     tokens_per_second: float | None = None
     num_trainable: int | None = None
     seconds: float | None = None
@@ -62,6 +67,7 @@ class Row:
         names = ("eval_loss_before", "eval_loss", "tokens_per_second", "num_trainable", "adapter_path")
         for name in names:
             setattr(self, name, result.get(name))
+        self.ranked_by, self.measure = ranking_measure(result) or (None, None)
         self.tokens_per_second = self.tokens_per_second or None  # 0: a restart with no step left to train
         self.findings = [each["message"] for each in result.get("findings") or [] if "message" in each]
         account = (result.get("goodput") or {}).get("run") or {}
@@ -80,16 +86,16 @@ class Row:
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Sort by status in the order of `ORDER`, then by held-out loss, best first."""
+    """Sort by status in the order of `ORDER`, then by their measure and held-out loss, best first."""
 
-    def place(row: Row) -> tuple[int, float]:
-        return ORDER.index(row.status), float("inf") if row.eval_loss is None else row.eval_loss
+    def place(row: Row) -> tuple[int, float, float]:
+        return ORDER.index(row.status), *rank(row.measure, row.eval_loss)
 
     return sorted(rows, key=place)
 
 
 def best_of(rows: Iterable[Row]) -> Row | None:
-    """Return the finished point with the lowest held-out loss, or None."""
+    """Return the finished point that ranks first, or None."""
     first = next(iter(ranked(rows)), None)
     return first if first is not None and first.status == FINISHED and first.eval_loss is not None else None
 
@@ -155,12 +161,19 @@ def cells(rows: Iterable[Row]) -> list[list[str]]:
     rows = ranked(rows)
     keys = list(dict.fromkeys(key for row in rows for key in row.changed))
     figures = [c for c in FIGURES if c.field not in PRICES or any(getattr(row, c.field) is not None for row in rows)]
+    figures = [*_measured(rows), *figures]
     table = [["#", *keys, *(c.title for c in figures), "status"]]
     for place, row in enumerate(rows, start=1):
         values = [row.changed.get(key, "") for key in keys]
         values += [_shown(getattr(row, c.field), form=c.form) for c in figures]
         table.append([str(place) if row.eval_loss is not None else "", *values, row.state])
     return table
+
+
+def _measured(rows: Sequence[Row]) -> list[Column]:
+    """Return the column of the measure that ranks the points, where they have one."""
+    names = dict.fromkeys(row.ranked_by for row in rows if row.ranked_by is not None)
+    return [Column(" or ".join(names), "measure", ".4f")] if names else []
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
@@ -193,9 +206,10 @@ def best(rows: Iterable[Row], *, name: str) -> list[str]:
     if row is None:
         return ["No point has finished yet."]
     changed = " ".join(" ".join(f"{key}={value}" for key, value in row.changed.items()).split())  # a line of its own
+    measured = "" if row.measure is None else f"held-out {row.ranked_by} {row.measure:.4f}, "
     again = shown_command(row.overrides, name=f"{name}_best")
     return [
-        f"Best: {changed or row.name}, held-out loss {row.eval_loss:.4f}",
+        f"Best: {changed or row.name}, {measured}held-out loss {row.eval_loss:.4f}",
         f"Its model: {row.adapter_path}",
         "The same settings as a run of their own:",
         "",
@@ -226,7 +240,7 @@ def csv_text(rows: Iterable[Row]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row.changed))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    figures = [c.field for c in FIGURES]
+    figures = [c.field for c in (*FIGURES, *_measured(rows))]
     writer.writerow(["point", *keys, "status", "exit_code", "step", *figures, "folder"])
     for row in rows:
         own = [row.changed.get(key, "") for key in keys]

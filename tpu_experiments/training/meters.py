@@ -110,6 +110,8 @@ class Reading:
     """Number of leading entries of `losses` that an earlier process of the run computed."""
     loss_scale: float | None = None
     """Factor of the last step's loss; None outside float16."""
+    reported: list[float] = field(default_factory=list)
+    """Sums over the finite steps that the objective reports; empty if it reports none, or a step is not known."""
     shares: list[list[float]] = field(default_factory=list)
     """Shares of the codes -1, 0 and 1 by layer, of the last finite step; empty if not computed."""
 
@@ -191,6 +193,7 @@ def read_reports(
     losses, each = list(carried), list(carried_supervised)
     skipped: list[Skipped] = []
     supervised, grad_norm = 0.0, math.nan
+    reported: list[list[float]] = []
     finite: StepOutput | None = None
     for pending in steps:
         output = pending.output
@@ -204,6 +207,8 @@ def read_reports(
         losses.append((pending.step, loss))
         each.append(float(on_host(output.num_supervised)))
         supervised += each[-1]
+        if output.reported is not None:
+            reported.append(on_host(output.reported).tolist())
         grad_norm, finite = norm, output
     last = steps[-1]
     norms = [] if finite is None or finite.norms is None else on_host(finite.norms).tolist()
@@ -213,7 +218,8 @@ def read_reports(
     assert last.output is not None
     shares = [] if finite is None or finite.shares is None else on_host(finite.shares).tolist()
     scale = _value(last.output.loss_scale)
-    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, shares=shares)
+    sums = [] if carried else [sum(column) for column in zip(*reported, strict=True)]
+    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, reported=sums, shares=shares)
 
 
 def _value(tensor: Tensor | None) -> float | None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -195,8 +196,11 @@ class RunOutputs:
         meters: dict[str, float],
         groups: Sequence[str],
         layers: Sequence[int] = (),
+        measures: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Log one training record: mean loss of the interval, learning rate, norms, shares of codes and meters.
+
+        `measures` are the objective's own, over the interval.
 
         `groups` names the norms, `layers` numbers the layers with ternary weights.
         """
@@ -212,6 +216,7 @@ class RunOutputs:
             "train/lr": reading.lr,
             "train/grad_norm": reading.grad_norm,
             "train/stage": float([s.name for s in self.inputs.stages].index(stage)),
+            **{f"train/{name}": value for name, value in measures.items()},
         }
         if reading.loss_scale is not None:
             values["train/loss_scale"] = reading.loss_scale

@@ -55,6 +55,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "writes_text": writes_text(config),
         **({} if objective_class(config).has_perplexity else {"has_perplexity": False}),
         **({} if config.objective.is_evaluated else {"is_evaluated": False}),
+        **({} if config.objective.ranked_by is None else {"ranked_by": config.objective.ranked_by}),
         **({"rounded": rounded} if (rounded := rounded_settings(config.model)) else {}),
         "num_trainable": ending.report.trainable,
         "num_parameters": ending.report.total,

@@ -89,6 +89,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 RowLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor]]
 """(module, parameters, rows (R, T)) to per-row loss sums in nats (R,) and supervised tokens (R,); with parts (R, G)."""
+ReportedLoss = Callable[[nn.Module, Mapping[str, Tensor], Rows], tuple[Tensor, Tensor, Tensor]]
+"""As `RowLoss`, with K sums of every row that log records show, (R, K), without a gradient."""
 Count = Callable[[Rows], Tensor]
 """(rows (R, T)) to the number of predictions that their loss is the sum over, shape (); with parts (G,)."""
 SumOverProcesses = Callable[[list[Tensor]], list[Tensor]]
@@ -117,6 +119,8 @@ class StepOutput:
     """Shares of the codes -1, 0 and 1 by layer before the update, shape (layers, 3); None if not computed."""
     loss_scale: Tensor | None = None
     """Factor by which the loss was multiplied for its gradient, shape (); None outside float16."""
+    reported: Tensor | None = None
+    """Sums over the global batch that the objective reports, shape (K,); None if it reports none."""
 
 
 # ---- loss ---------------------------------------------------------------------------------------------------
@@ -146,13 +150,15 @@ class TrainStep:
         constrain: Constrain = unconstrained,
         norm_groups: Mapping[str, Sequence[str]] | None = None,
         ternary: Sequence[str] = (),
+        reported: ReportedLoss | None = None,
     ) -> None:
         """Take the parts of a step.
 
         Args:
+            reported: `row_loss` with further sums of every row, which the step adds up and returns.
             ternary: weights whose codes are counted by layer.
         """
-        self.norm_groups, self.ternary = norm_groups, ternary
+        self.norm_groups, self.ternary, self.reported = norm_groups, ternary, reported
         self.module, self.updates = module, updates
         self.sum_over_processes, self.row_loss, self.count = sum_over_processes, row_loss, count
         self.loop, self.constrain = loop, constrain
@@ -173,7 +179,14 @@ class TrainStep:
         total = self.counted(batch)
         scale = scale_of(state)
         grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
-        return self.updated(parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total)
+        report_ARK = None
+        if self.reported is not None:
+            num = 1 if total.ndim == 0 else len(total)
+            row_losses_AR, report_ARK = row_losses_AR[..., :num], row_losses_AR[..., num:]
+            row_losses_AR = row_losses_AR.reshape(*row_losses_AR.shape[:2], *total.shape)
+        return self.updated(
+            parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total, report=report_ARK
+        )
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of predictions in the global batch, at least 1: shape (), with parts (G,)."""
@@ -192,6 +205,7 @@ class TrainStep:
         grads: Sequence[Tensor],
         row_losses: Tensor,
         total: Tensor,
+        report: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], State, StepOutput]:
         """Reduce, clip and apply this process's gradients; the result is that of the step.
 
@@ -199,6 +213,7 @@ class TrainStep:
             grads: those of the loss multiplied by the loss scale, if there is one, in the order of `parameters`.
             row_losses: (A, R) or (A, R, G).
             total: that of `counted`.
+            report: (A, R, K) sums of every row that the objective reports.
         """
         scale, row_losses_AR = scale_of(state), row_losses
         if total.ndim > 0:
@@ -206,7 +221,9 @@ class TrainStep:
             count = total.sum()
             row_losses_AR, total = (row_losses_AR / total).sum(-1) * count, count
         with torch.no_grad():
-            *grads, loss = self.sum_over_processes([*grads, row_losses_AR.sum() / total])
+            more = [] if report is None else [report.sum((0, 1))]
+            *grads, loss = self.sum_over_processes([*grads, *more, row_losses_AR.sum() / total])
+            reported = grads.pop() if more else None
             if scale is not None:  # a power of two: nothing is rounded
                 grads = [g / scale for g in grads]
             named = dict(zip(parameters, grads, strict=True))
@@ -233,13 +250,15 @@ class TrainStep:
             shares = ternary_shares(parameters, self.ternary) if self.ternary else None
             # Replicated: reading a sharded tensor would compile a further program in the middle of a run.
             row_losses_AR = self.constrain(row_losses_AR, axes=())
-        return new_parameters, new_state, StepOutput(loss, norm, row_losses_AR, total, norms, shares, scale)
+        output = StepOutput(loss, norm, row_losses_AR, total, norms, shares, scale, reported)
+        return new_parameters, new_state, output
 
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
     ) -> tuple[list[Tensor], Tensor]:
         """Return gradients of this process's loss, in the order of `parameters`, and row losses (A, R) or (A, R, G).
 
+        Of an objective that reports sums they are (A, R, G + K), with K of those behind the losses, and G 1 or more.
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
         names, weights = row_tensors(batch), weights_with_adapters()
@@ -247,8 +266,13 @@ class TrainStep:
         def loss_of(leaves: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[Tensor, Tensor]:
             rows = dict(zip(names, tensors, strict=True))
             with with_adapters(dict(zip(weights, others[1:], strict=True))):
-                sums_R, _ = self.row_loss(self.module, dict(zip(parameters, leaves, strict=True)), rows)
-            return mean_loss(sums_R, others[0]), sums_R
+                own = dict(zip(parameters, leaves, strict=True))
+                if self.reported is None:
+                    sums_R, _ = self.row_loss(self.module, own, rows)
+                    return mean_loss(sums_R, others[0]), sums_R
+                sums_R, _, report_RK = self.reported(self.module, own, rows)
+            both = torch.cat([sums_R.reshape(len(sums_R), -1), report_RK], dim=1)
+            return mean_loss(sums_R, others[0]), both
 
         xs = tuple(batch[k] for k in names)
         others = (total, *weights.values())

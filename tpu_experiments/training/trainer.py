@@ -48,6 +48,7 @@ from tpu_experiments.objectives.base import (
     model_source,
     objective_class,
     objective_of,
+    reports,
     samples,
     writes_text,
 )
@@ -212,6 +213,7 @@ class Trainer:
             constrain=runtime.constrain,
             norm_groups=self.norm_groups,
             ternary=self.ternary,
+            reported=self.objective.reported_loss if self.reports else None,
         )
         self.step_program = self.seat.step_program(self)
         self.evaluator = self.build_evaluator()
@@ -228,6 +230,11 @@ class Trainer:
         if config.optim.ema:
             log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
         self.seat.wait("built")
+
+    @property
+    def reports(self) -> bool:
+        """Return whether steps report sums of the objective; not beside an overridden `row_loss`."""
+        return type(self).row_loss is Trainer.row_loss and reports(self.objective)
 
     def build_evaluator(self) -> Evaluator:
         """Create the evaluator; with an overridden `row_loss`, or an objective without scores, it reports the loss."""
@@ -772,8 +779,15 @@ class Trainer:
             self.guard.observe(reading, self.progress)
             self.guard.decide(reading, self.progress.guard)
             meters = self.meters.values(reading)
+            measures = self.objective.measures(reading.reported) if any(reading.reported) else {}
+            measures.pop("loss", None)  # the record has the mean of the steps' losses
             self.outputs.training(
-                reading, stage=stage.name, meters=meters, groups=list(self.norm_groups), layers=layers_of(self.ternary)
+                reading,
+                stage=stage.name,
+                meters=meters,
+                groups=list(self.norm_groups),
+                layers=layers_of(self.ternary),
+                measures=measures,
             )
             if any(map(math.isnan, reading.supervised)):
                 stage.epochs = None

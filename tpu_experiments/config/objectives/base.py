@@ -32,6 +32,10 @@ class ObjectiveConfig:
     """Factor of `model.lr`, where `optim.lr` is null."""
     counts_flops: ClassVar[bool] = True
     """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
+    ranked_by: ClassVar[str | None] = None
+    """Measure of held-out rows that ranks runs, the highest first, and then the loss; None: the loss alone."""
+    for_files: ClassVar[tuple[str, ...]] = ()
+    """Measures of evaluations that have no room in a line on the console; every other logger has them."""
     why_alone: ClassVar[str | None] = None
     """Why its runs share no program with others (config/packs.py)."""
 

@@ -21,6 +21,11 @@ class PreferenceConfig(ObjectiveConfig):
 
     _target_: str = "tpu_experiments.objectives.preference.Preference"
     reads_pairs: ClassVar[bool] = True
+    ranked_by: ClassVar[str | None] = "rewards/accuracies"
+    for_files: ClassVar[tuple[str, ...]] = (
+        *("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "logps/accuracies"),
+        *("chosen_loss", "chosen_tokens", "rejected_tokens"),
+    )
     lr_factor: ClassVar[float] = 1 / 40
     """Zephyr's rates (arXiv 2310.16944): 5e-6 of adapters and 5e-7 of all weights, where `model.lr` is 2e-4."""
     why_alone: ClassVar[str | None] = "a preference objective computes its reference before the first step"

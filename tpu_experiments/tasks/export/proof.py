@@ -88,7 +88,7 @@ def _documents(config: Config, *, vocab_size: int) -> list[list[int]]:
     chosen = evaluated(with_settings_of_run(config))
     chosen = replace(chosen, config=measure_rows(chosen.config))
     splits = evaluation_inputs(chosen, stages_with_data(chosen.config), vocab_size=vocab_size).splits
-    return [ids.tolist() for held_out in splits.values() for ids, _ in held_out.documents()]
+    return [ids.tolist() for held_out in splits.values() for ids in held_out.texts()]
 
 
 class Proof:

@@ -73,10 +73,13 @@ def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     if losses and not tables.is_comparable(finished):
         tiles.append(("Held-out loss", "not ranked", "the runs were evaluated on different sources or tokens"))
     elif losses:
-        loss, run = min(losses, key=lambda pair: pair[0])
+        loss, run = min(losses, key=lambda pair: pair[1].rank)
         before = run.value("eval_loss_before")
-        tiles.append(("Best held-out loss", f"{loss:.4f}", run.label + (f", from {before:.4f}" if before else "")))
-        if len(losses) > 1:
+        what, value, origin = "loss", loss, f", from {before:.4f}" if before else ""
+        if run.measure is not None:
+            (what, value), origin = run.measure, ""
+        tiles.append((f"Best held-out {what}", f"{value:.4f}", run.label + origin))
+        if len(losses) > 1 and run.measure is None:
             worst = max(loss for loss, _ in losses)
             tiles.append(("Between best and worst", f"{worst - loss:.4f}", "nats per token of held-out text"))
     speeds = [(speed, run) for run in finished if (speed := run.value("tokens_per_second"))]

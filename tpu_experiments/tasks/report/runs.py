@@ -15,6 +15,7 @@ from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.yaml_bounds import OF_VALUES, require_bounded
 from tpu_experiments.metrics.goodput import Life, account
+from tpu_experiments.metrics.ranking import rank, ranking_measure
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.paths import is_glob
 from tpu_experiments.storage.run_folder import RESULT
@@ -74,6 +75,16 @@ class Run:
         """
         tokens = (self.result or {}).get("eval_tokens")
         return None if tokens is None else (tuple(sorted((self.result or {}).get("eval_sources") or ())), tokens)
+
+    @property
+    def measure(self) -> tuple[str, float] | None:
+        """Return name and value of the held-out measure that ranks the run; None where its loss does."""
+        return ranking_measure(self.result or {})
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Return a sort key, lowest for the best."""
+        return rank(None if self.measure is None else self.measure[1], self.value("eval_loss"))
 
     @property
     def last_step(self) -> int:

@@ -43,7 +43,9 @@ def _test(name: str) -> Callable[[Run], float | None]:
     return lambda run: (run.test or {}).get(name)
 
 
+RANKED_BY = "ranked by"
 FIGURES = (
+    Figure(RANKED_BY, lambda run: None if run.measure is None else run.measure[1], ",.4f", best=max),
     Figure("held-out loss before", _of("eval_loss_before"), ",.4f"),
     Figure("held-out loss", _of("eval_loss"), ",.4f", best=min),
     Figure("perplexity", _of("perplexity"), ",.2f", best=min),
@@ -63,7 +65,7 @@ FIGURES = (
     Figure("host GiB", _of("peak_host_rss_gib"), ",.2f"),
     Figure("device GiB", _of("peak_device_memory_gib"), ",.2f"),
 )
-OF_HELD_OUT = ("held-out loss", "perplexity", "bits per byte", "accuracy", "test loss", "test bits per byte")
+OF_HELD_OUT = (RANKED_BY, "held-out loss", "perplexity", "bits per byte", "accuracy", "test loss", "test bits per byte")
 """Figures that are comparable only between runs evaluated on the same tokens of the same text."""
 RELATIVE = ("held-out loss", "tokens/s", "wall seconds")
 """Figures that are also shown relative to the baseline."""
@@ -83,8 +85,10 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
     shown = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
     finished = [run for run in runs if run.result is not None]
     best = {}
+    leading = tied(finished)
     for figure in shown:
-        values = [value for run in finished if (value := figure.value(run)) is not None]
+        among = leading if figure.title == "held-out loss" else finished
+        values = [value for run in among if (value := figure.value(run)) is not None]
         is_ranked = figure.title not in OF_HELD_OUT or is_comparable(finished)
         if figure.best is not None and len(set(values)) > 1 and is_ranked:
             best[figure.title] = figure.best(values)
@@ -97,9 +101,17 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
             beside = relative(figure, value, figure.value(baseline)) if run is not baseline and is_beside else ""
             beside = interval(run) if figure.title == "test loss" else beside
             is_best = run.result is not None and value is not None and best.get(figure.title) == value
+            is_best = is_best and (figure.title != "held-out loss" or run in leading)
             line.append(Cell("" if value is None else format(value, figure.form), beside, is_best))
         lines.append(line)
-    return ["status", *(figure.title for figure in shown)], lines
+    names = " or ".join(dict.fromkeys(run.measure[0] for run in runs if run.measure is not None))
+    return ["status", *(names if figure.title == RANKED_BY else figure.title for figure in shown)], lines
+
+
+def tied(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs whose measure is the best; all where they are ranked by their loss alone."""
+    first = min((run.rank[0] for run in runs), default=0.0)
+    return [run for run in runs if run.rank[0] == first]
 
 
 def is_comparable(runs: Sequence[Run]) -> bool:
