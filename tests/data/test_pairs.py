@@ -22,7 +22,7 @@ from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, Du
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.page import audit_pages
-from tpu_experiments.data.audit.summary import audit_table
+from tpu_experiments.data.audit.summary import answers_text, audit_table
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.blocks import read_texts
 from tpu_experiments.data.steps.pack import FlatTokens, flatten, pack
@@ -434,3 +434,112 @@ def test_tokens_of_conversations_have_no_flag_of_pairs(tmp_path, tokenizer):
     [first, second] = read(texts, kind="chat", format="messages")
     made = DocumentTokenizer(tokenizer).tokenize([first, second])
     assert all((each.flags & ~np.uint8(LEARN | CUT) == 0).all() for each in made)
+
+
+def single(number, *, good=True, answer="Da, {number}."):
+    """A single answer with its label."""
+    row = pair_row(number)
+    return {"prompt": row["prompt"], "completion": answer.format(number=number), "label": good}
+
+
+def test_a_single_answer_is_one_side_of_a_pair(tmp_path, tokenizer):
+    """The other side is one token, the first one, which is not learnt; the label says which side it is."""
+    plain = [single(number, good=number % 3 > 0) for number in range(6)]
+    asked = [{"role": "user", "content": row["prompt"]} for row in plain]
+    told = [{"role": "assistant", "content": row["completion"]} for row in plain]
+    words = ("good", "bad", "desirable", "undesirable", 1, 0, "True", "false", 1.0, 0.0)
+    rows = {
+        "plain": plain,
+        "turns": [
+            {"prompt": [q], "completion": [a], "label": row["label"]}
+            for q, a, row in zip(asked, told, plain, strict=True)
+        ],
+        "whole": [{"messages": [q, a], "kto_tag": row["label"]} for q, a, row in zip(asked, told, plain, strict=True)],
+    }
+    found = {}
+    for name, own in rows.items():
+        (tmp_path / name).mkdir()
+        found[name] = [
+            (t.ids.tolist(), t.flags.tolist()) for t in tokens_of(documents_of(tmp_path / name, own), tokenizer)
+        ]
+    assert found["plain"] == found["turns"] == found["whole"]
+    pairs = [{**row, "chosen": row["completion"], "rejected": "Nu."} for row in plain]
+    for row, tokens, pair in zip(
+        plain,
+        tokens_of(documents_of(tmp_path, plain), tokenizer),
+        tokens_of(
+            documents_of(tmp_path, [{k: p[k] for k in ("prompt", "chosen", "rejected")} for p in pairs]), tokenizer
+        ),
+        strict=True,
+    ):
+        own, other = halves(tokens)[:: 1 if row["label"] else -1]
+        assert [each.tolist() for each in own] == [each.tolist() for each in halves(pair)[0]]
+        assert (other[0].tolist(), other[1].tolist()) == (own[0][:1].tolist(), [False])
+    labels = documents_of(tmp_path, [{**single(n), "label": word} for n, word in enumerate(words)])
+    assert [document.label for document in labels] == ["true", "false"] * 5
+
+
+def test_single_answers_keep_their_side_in_rows_and_are_counted(tmp_path, tokenizer):
+    rows = [
+        single(number, good=number % 10 < 7, answer="Da, {number}." if number % 2 else "Nu {number}.")
+        for number in range(200)
+    ]
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,))["x"]
+    packed, sides = all_rows(found, "train", 256), [0, 0]
+    for learn, segments in zip(packed.learn_NT, packed.segments_NT, strict=True):
+        for number in range(1, int(segments.max()) + 1, 2):
+            learnt = [bool(learn[segments == each].any()) for each in (number, number + 1)]
+            assert sum(learnt) == 1
+            sides[learnt.index(True)] += 1
+            assert int((segments == number + learnt.index(False)).sum()) == 1
+    assert sides == [140, 60]
+    manifest = found.manifests[256]
+    assert manifest["noticed"]["answers"] == {"good": 140, "bad": 60}
+    assert answers_text(manifest).replace("\xa0", " ") == (
+        "140 good (70.0 %), 60 bad (30.0 %), balanced by objective.undesirable_weight=1.75 to 2.33"
+    )
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_prompt_of_a_single_answer_is_cut(tmp_path, tokenizer, good):
+    row = {"prompt": CONVERSATION, "completion": "da da da", "label": good}
+    [tokens] = tokens_of(documents_of(tmp_path, [row]), tokenizer)
+    flat, counts = cut_prompts(flatten([tokens]), max_tokens=len(tokens.ids) - 1)
+    own, other = halves(flat.document(0, start=0))[:: 1 if good else -1]
+    assert counts["documents_truncated"] == 1
+    assert len(other[0]) == 1
+    text = tokenizer.decode(own[0])
+    assert "prima" not in text
+    assert text.startswith("<s><|im_start|>user\na doua întrebare")
+    assert "da da da" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "Ce?", "completion": "Da.", "label": "maybe"}, "has \"maybe\" in 'label'"),
+        ({"prompt": "Ce?", "completion": "Da.", "label": 2}, "has 2 in 'label'"),
+        ({"prompt": "Ce?", "completion": " ", "label": True}, "has an empty answer"),
+        ({"prompt": "Ce?", "label": True}, "has no answer"),
+    ],
+)
+def test_a_bad_single_answer_is_told(tmp_path, row, said):
+    path = write_lines(tmp_path / "rows.jsonl", [single(0), row])
+    _, refused = read(path, kind="preference", format="unpaired")
+    assert said in refused.message
+
+
+def test_rows_without_a_label_are_no_single_answers(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "Ce?", "completion": "Da."}])
+    with pytest.raises(
+        ConfigError, match=r"they have prompt \(str\), completion \(str\).*prompt, completion and label"
+    ):
+        read(path, kind="preference", format="auto")
+
+
+def test_contradicting_labels_of_one_answer_are_no_duplicates(tmp_path, tokenizer):
+    rows = [single(number, good=good) for number in range(20) for good in (True, False, True)]
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,))["x"]
+    assert found.manifests[256]["noticed"]["answers"] == {"good": 20, "bad": 20}

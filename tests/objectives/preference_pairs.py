@@ -26,6 +26,11 @@ def swapped(pairs: list[Pair]) -> list[Pair]:
     return [(prompt, rejected, chosen) for prompt, chosen, rejected in pairs]
 
 
+def labelled(pairs: list[Pair]) -> list[Pair]:
+    """The chosen answers by themselves, the first good, the second bad, and so on."""
+    return [(p, c, []) if number % 2 == 0 else (p, [], c) for number, (p, c, _) in enumerate(pairs)]
+
+
 def packed(pairs: list[Pair], *, per_row: int, seq_len: int) -> dict[str, Tensor]:
     """Rows (R, T) of `per_row` pairs each, odd segments chosen and even ones rejected, and a reference of 0.
 
@@ -90,4 +95,15 @@ def of_orpo(pairs: list[Pair]) -> dict[str, Any]:
         made[f"{name}_input_ids"] = padded([p + a for p, a in both], 0)
         made[f"{name}_attention_mask"] = padded([[1] * len(p + a) for p, a in both], 0)
         made[f"{name}_labels"] = padded([[-100] * len(p) + a for p, a in both], -100)
+    return made
+
+
+def of_kto(examples: list[Pair]) -> dict[str, Any]:
+    """The batch of TRL's KTO collator, each prompt also with the answer before it."""
+    own = [(prompt, chosen or rejected) for prompt, chosen, rejected in examples]
+    made: dict[str, Any] = {"label": torch.tensor([bool(chosen) for _, chosen, _ in examples])}
+    for name, both in (("", own), ("KL_", [(own[i][0], own[i - 1][1]) for i in range(len(own))])):
+        made[f"{name}input_ids"] = padded([p + a for p, a in both], 0)
+        made[f"{name}attention_mask"] = padded([[1] * len(p + a) for p, a in both], 0)
+        made[f"{name}completion_mask"] = padded([[0] * len(p) + [1] * len(a) for p, a in both], 0)
     return made

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.objectives.preference_pairs import Pair, made_pairs, packed, with_reference
+from tests.objectives.preference_pairs import labelled, made_pairs, packed, with_reference
 from tests.objectives.test_preference import batch_of, make_run, moved  # noqa: F401
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.kto import Kto, mismatched
@@ -15,11 +15,6 @@ SEQ_LEN, VOCAB = 96, 4000
 
 def objective_of(**settings):
     return Kto(computing=Computing(chunk_tokens=32), **settings)
-
-
-def labelled(pairs: list[Pair]) -> list[Pair]:
-    """Single answers, the first good, the second bad, and so on; the other side is a token of no answer."""
-    return [(p, c, []) if number % 2 == 0 else (p, [], c) for number, (p, c, _) in enumerate(pairs)]
 
 
 def rows_of(run, objective, examples, *, per_row=4):

@@ -23,7 +23,7 @@ def test_losses_and_gradients_are_those_of_trl(model):
     done = subprocess.run(words, env=env, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 9
+    assert len(found) == 10
     for name, own in found.items():
         assert own["loss"] < 1e-5, (name, own)
         assert own["gradient"] < 1e-5 * max(1.0, own["largest_gradient"]), (name, own)

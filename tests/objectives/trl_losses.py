@@ -16,11 +16,22 @@ from torch import Tensor, nn
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.objectives.preference_pairs import Pair, made_pairs, of_dpo, of_orpo, packed, with_reference
+from tests.objectives.preference_pairs import (
+    Pair,
+    labelled,
+    made_pairs,
+    of_dpo,
+    of_kto,
+    of_orpo,
+    packed,
+    with_reference,
+)
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.kto import Kto
 from tpu_experiments.objectives.preference import Preference
 
 VOCAB = 64
@@ -43,6 +54,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "simpo": {"loss": "simpo", "beta": 2.0, "gamma_beta_ratio": 0.25},
     "simpo_sft": {"loss": "simpo", "beta": 2.0, "gamma_beta_ratio": 0.25, "sft_weight": 0.5},
     "orpo": {"loss": "orpo", "beta": 0.3},
+    "kto": {"loss": "kto", "beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.7},
 }
 RATE = 0.02
 PAIRS = 5
@@ -79,6 +91,13 @@ def of_trl(name: str, module: Any, reference: Any) -> Any:
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
     add_fused_lm_head(module, outputs=outputs)
     add_fused_lm_head(reference, outputs=outputs)
+    if loss == "kto":
+        trainer = object.__new__(KTOTrainer)
+        vars(trainer).update(common, model=module, ref_model=reference, precompute_ref_logps=False, calculate_KL=True)
+        vars(trainer).update(settings, loss_type=loss, _total_train_tokens=0, _tp_size=1)
+        trainer.args = SimpleNamespace(gradient_checkpointing_kwargs=None)
+        trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        return lambda pairs: trainer._compute_loss(module, of_kto(labelled(pairs)), False)
     trainer = object.__new__(DPOTrainer)
     vars(trainer).update(common, model=module, ref_model=reference, ld_alpha=None, precompute_ref_logps=False)
     vars(trainer).update(f_divergence_type="reverse_kl", use_weighting=False, _total_train_tokens=0, _tp_size=1)
@@ -91,12 +110,17 @@ def of_trl(name: str, module: Any, reference: Any) -> Any:
 
 def of_ours(name: str, module: Any) -> Any:
     """A function from pairs to our loss over packed rows; the reference is the module as it is now."""
-    objective, start = Preference(**LOSSES[name], computing=Computing(chunk_tokens=24)), copy.deepcopy(module)
+    settings, start = dict(LOSSES[name]), copy.deepcopy(module)
+    is_kto = settings["loss"] == "kto"
+    if is_kto:
+        del settings["loss"]
+    objective: Any = (Kto if is_kto else Preference)(**settings, computing=Computing(chunk_tokens=24))
 
     def loss_of(pairs: list[Pair]) -> Tensor:
-        rows = packed(pairs, per_row=2, seq_len=64)
+        # z is that of a row here, of a batch in TRL: all answers in one row.
+        rows = packed(labelled(pairs), per_row=PAIRS, seq_len=96) if is_kto else packed(pairs, per_row=2, seq_len=64)
         own = dict(module.named_parameters())
-        if objective.has_reference:
+        if is_kto or objective.has_reference:
             values = objective.reference_values(start, dict(start.named_parameters()), rows)
             rows = with_reference(rows, values)
         sums, _ = objective.row_loss(module, own, rows)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.training.runs import finished, losses, records, run
+from tests.training.runs import REPOSITORY, finished, losses, records, run
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.training.reference import ReferencedRows
 
@@ -31,6 +31,14 @@ def test_values_stand_at_the_last_learnt_token_of_their_segment():
     assert set(found.more) == {"label", "reference"}
     unknown = ReferencedRows(rows, None).take(slice(0, 1))
     assert not unknown.more["reference"].any()
+
+
+def test_a_second_value_stands_before_the_first_learnt_token():
+    learn, segments = [[0, 1, 1, 0, 0, 1, 0, 0]], [[1, 1, 1, 1, 2, 2, 2, 0]]
+    ids = np.zeros((1, 8), np.int32)
+    rows = Rows(ids, np.array(learn, np.bool_), ids, np.array(segments, np.int32), {})
+    values = np.arange(1, 5, dtype=np.float32).reshape(1, 2, 2)
+    assert ReferencedRows(rows, values).take(slice(0, 1)).more["reference"].tolist() == [[2, 0, 1, 0, 4, 3, 0, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +142,30 @@ def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second
     of_first = found["pairs"]["trained"]["logps/chosen"]["value"]
     assert found["second"]["base"]["logps/chosen"]["value"] == pytest.approx(of_first, rel=1e-5)
     assert found["pairs"]["base"]["logps/chosen"]["value"] != pytest.approx(of_first, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
+    """KTO, whose reference has two values a segment; nothing is compiled after the warm-up."""
+    rows = [json.loads(line) for line in (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").open()]
+    sides = ("chosen", "rejected", "chosen")
+    single = [
+        {"prompt": row["prompt"], "completion": row[sides[n % 3]], "label": sides[n % 3] == "chosen"}
+        for n, row in enumerate(rows)
+    ]
+    path = tmp_path / "single.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in single))
+    source = "data.stories_pairs_ro"
+    words = (*WORDS, "objective=kto", f"{source}.path={path}", f"{source}.format=auto", f"{source}.questions={{}}")
+    folders = tmp_path / "whole", tmp_path / "stopped"
+    result = finished(*words, output_dir=folders[0])
+    assert result["compiles_after_warmup"] == 0
+    assert losses(folders[0])[0] == pytest.approx(0.5, abs=1e-6)
+    assert losses(folders[0])[-1] < 0.49
+    finished(*words, "trainer.max_stage_steps=3", output_dir=folders[1])
+    finished(*words, output_dir=folders[1])
+    assert references(folders[0]) == references(folders[1])
+    assert {np.load(f).ndim for f in (folders[0] / "prepared" / "references").iterdir()} == {3}
+    assert losses(folders[0]) == losses(folders[1])
+    adapters = [(each / "pairs" / "adapter" / "adapter_model.safetensors").read_bytes() for each in folders]
+    assert adapters[0] == adapters[1]

@@ -19,7 +19,7 @@ FORMATS_OF_KIND = {
         "llama2",
         "human_assistant",
     ),
-    "preference": ("auto", "explicit_prompt", "implicit_prompt"),
+    "preference": ("auto", "explicit_prompt", "implicit_prompt", "unpaired"),
 }
 """Values of `format` that each `kind` allows (data/reading/formats.py reads them)."""
 FORMATS = tuple(dict.fromkeys(name for formats in FORMATS_OF_KIND.values() for name in formats))
@@ -134,7 +134,8 @@ class DataSourceConfig:
     difficulty and case_citation, as the prompt and response of the UK-law recipe. `instruction`: instruction, input,
     output. `prompt_completion`: prompt and completion, each a string or a list of turns. `llama2`: field `text` with
     [INST] marks. `human_assistant`: field `text` with ### Human and ### Assistant marks. `explicit_prompt`: a prompt
-    and the answers chosen and rejected. `implicit_prompt`: chosen and rejected, two conversations that begin alike."""
+    and the answers chosen and rejected. `implicit_prompt`: chosen and rejected, two conversations that begin alike.
+    `unpaired`: a prompt, one answer and a label, true where it is good (objective=kto)."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names of the format's fields in the file, where they differ: `{text: body}`. Beside those of its format a
     conversation may have `system`, `history`, `tools` and `reasoning`. An empty name leaves a field of the file unread:

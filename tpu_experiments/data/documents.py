@@ -34,7 +34,7 @@ class Document:
     tools: str = ""
     """The tools offered to the assistant, as a JSON list."""
     label: str | None = None
-    """What a text is classified as; None where it is not."""
+    """What a text is classified as; of a single answer, whether it is good, `true` or `false`; else None."""
     rejected: "Document | None" = None
     """Of a preference pair, whose chosen conversation the document is, the rejected one."""
     scores: tuple[float, float] | None = None
@@ -44,6 +44,11 @@ class Document:
 
     def __post_init__(self) -> None:
         assert (self.text is None) != (self.messages is None), "set text or messages, not both"
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single answer with a label."""
+        return self.messages is not None and self.label is not None
 
     @property
     def is_empty(self) -> bool:

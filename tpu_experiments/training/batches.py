@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.curriculum import Geometry, Stage, resolve_stages, skipped_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS, DataSourceConfig
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
@@ -98,14 +99,38 @@ def prepare_sources(
 
     Raises:
         NotPrepared: some are missing, and `is_lookup` forbids preparing them.
-        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out.
+        ConfigError: a source that cannot be read, is empty, or leaves no row to train or hold out; or single answers
+            with labels that the objective does not read, or that are all good or all bad.
     """
-    return prepare(
+    sources = prepare(
         config.data,
         data_size=config.data_size,
         seq_lens=sorted({stage.geometry.seq_len for stage in stages}),
         preparation=replace(preparation_settings(config, tokenizer=tokenizer, is_lookup=is_lookup), verify=verify),
     )
+    _require_answers(config, sources)
+    return sources
+
+
+def _require_answers(config: Config, sources: Mapping[str, PreparedSource]) -> None:
+    """Require single answers with labels to go with the objective, and to be of both labels."""
+    manifests = {name: next(iter(source.manifests.values())) for name, source in sources.items()}
+    found = {name: m["noticed"]["answers"] for name, m in manifests.items() if "answers" in m.get("noticed", {})}
+    if found and not config.objective.reads_single:
+        name = next(iter(found))
+        raise ConfigError(
+            f"data.{name} with objective={config.objective.name}; its rows are single answers with a label, "
+            f"{sum(found[name].values()):,} to train on, and it compares the two answers of a pair; use objective=kto, "
+            "or rows of a chosen and a rejected answer."
+        )
+    good, bad = (sum(counts[label] for counts in found.values()) for label in ("good", "bad"))
+    if len(found) == len(sources) and not (good and bad):
+        which = "good" if good else "bad"
+        raise ConfigError(
+            f"data.{next(iter(found))}; all {good + bad:,} answers to train on are labelled {which}, and "
+            f"objective={config.objective.name} learns what sets good ones apart from bad ones; add rows of the other "
+            "label" + (", or learn from these by objective=next_token with kind=chat." if good else ".")
+        )
 
 
 def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:

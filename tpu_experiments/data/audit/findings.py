@@ -288,7 +288,7 @@ def _noticed(manifest: Manifest) -> Found:
     if "documents" not in noticed:
         return
     documents, is_chat = noticed["documents"], manifest["kind"] in NOUNS
-    kind = NOUNS.get(manifest["kind"], "training text")
+    kind = _noun(manifest)
     special = manifest["changes"].get("special_tokens_in_text", 0)
     if noticed["rendered"] > MIN_RENDERED * documents:
         remedy = (
@@ -326,6 +326,13 @@ def _noticed(manifest: Manifest) -> Found:
         yield from _cut(manifest, kind=kind)
 
 
+def _noun(manifest: Manifest) -> str:
+    """Return what a training document of a source is called."""
+    if "answers" in manifest["noticed"]:
+        return "training answer"
+    return NOUNS.get(manifest["kind"], "training text")
+
+
 def _preferred(manifest: Manifest) -> Found:
     """Report pairs whose scores contradict their order, and a side that is nearly always the longer one."""
     name, pairs = manifest["source"], manifest["noticed"]["pairs"]
@@ -359,7 +366,7 @@ def _preferred(manifest: Manifest) -> Found:
 def _answers(manifest: Manifest) -> Found:
     """Report answers that are all the same, repeat their question or are blank."""
     name, noticed, read = manifest["source"], manifest["noticed"], manifest["documents_in"]
-    documents, kind = noticed["documents"], NOUNS[manifest["kind"]]
+    documents, kind = noticed["documents"], _noun(manifest)
     same, echoes = noticed["same_answer"], noticed["echoes"]
     if same["documents"] >= MIN_DOCUMENTS and same["documents"] > MAX_SAME_ANSWER * documents:
         yield (

@@ -24,6 +24,7 @@ from tpu_experiments.data.audit.findings import (
 )
 from tpu_experiments.data.audit.rows import choose_rows, row_html, shown_pairs
 from tpu_experiments.data.audit.summary import (
+    answers_text,
     audit_hash,
     audit_json,
     duplicates_text,
@@ -261,6 +262,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str, str]]:
         ("Changed or noticed", "", changes or "nothing"),
         *([("Not read (rows)", "", not_read_text(manifest))] if manifest.get("not_read") else []),
         *([("Pairs", "", pairs_text(manifest))] if pairs_text(manifest) else []),
+        *([("Answers", "", answers_text(manifest))] if answers_text(manifest) else []),
         ("Longer than a row", "", long_documents_text(manifest)),
         ("Duplicates", "", duplicates_text(manifest)),
         ("Overlaps", "", overlaps or "not compared"),

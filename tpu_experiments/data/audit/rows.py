@@ -104,7 +104,7 @@ def shown_pairs(store: RowSource, *, tokenizer: PreTrainedTokenizerBase) -> list
         sides = [ids_T[(segments_T == number) & learn_T] for number in (1, 2)]
         prompt, chosen, rejected = (
             " ".join(str(tokenizer.decode(part.tolist(), skip_special_tokens=False)).split())
-            for part in (ids_T[(segments_T == 1) & ~learn_T], *sides)
+            for part in (ids_T[(segments_T == (1 if len(sides[0]) else 2)) & ~learn_T], *sides)
         )
         shown = (
             "…" * (len(prompt) > CHARACTERS_SHOWN) + prompt[-CHARACTERS_SHOWN:],

@@ -142,6 +142,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "supervised in", _listed(answers)
     if pairs_text(manifest):
         yield "pairs", pairs_text(manifest)
+    if answers_text(manifest):
+        yield "answers", answers_text(manifest)
     for split, counts in manifest.get("labels", {}).items():
         yield f"labels in {split}", label_text(counts, labels=list(counts))
     yield "duplicates", duplicates_text(manifest)
@@ -174,6 +176,24 @@ def pairs_text(manifest: Manifest) -> str:
             *([scores] if pairs["scored"] else ["no scores"]),
         )
     )
+
+
+def answers_text(manifest: Manifest) -> str:
+    """Format the counts of single training answers by label, and the weights that balance them; "" without any.
+
+    By KTO's paper (arXiv 2402.01306, section 4.2) the weight of the good ones times their number is 1 to 4/3 of that of
+    the bad ones.
+    """
+    answers = manifest.get("noticed", {}).get("answers")
+    if not answers:
+        return ""
+    good, bad = answers["good"], answers["bad"]
+    parts = [f"{count:,} {name} ({percent(count, good + bad)})" for name, count in answers.items()]
+    if good and bad:
+        ratio = good / bad
+        key, least, most = ("un", ratio * 3 / 4, ratio) if ratio > 1 else ("", 1 / ratio, 4 / 3 / ratio)
+        parts.append(f"balanced by objective.{key}desirable_weight={least:.2f} to {most:.2f}")
+    return _listed(parts)
 
 
 def lengths_text(manifest: Manifest) -> str:

@@ -94,7 +94,8 @@ def _content(document: Document) -> str:
         return f"{_content(replace(document, rejected=None))}\x1d{_content(document.rejected)}"
     # str.split treats the two separators as blanks, so no normalised text contains one.
     turns = [f"{role}\x1f{_normal(content)}" for role, content in document.messages]
-    return "\x1e".join([*turns, *map(_normal, document.extras), *([_normal(document.tools)] if document.tools else [])])
+    tools, label = ([each] if each else [] for each in (_normal(document.tools), document.label))
+    return "\x1e".join([*turns, *map(_normal, document.extras), *tools, *label])
 
 
 class Signer:

@@ -10,7 +10,7 @@ instruction        `instruction`, `input` or `context`, `output` or `response`
 prompt_completion  `prompt` and `completion`, each a string or a list of turns
 llama2             field `text` with [INST] marks
 human_assistant    field `text` with ### Human: and ### Assistant: marks
-explicit_prompt, implicit_prompt   preference pairs (pairs.py)
+explicit_prompt, implicit_prompt, unpaired   preference pairs, and single answers with a label (pairs.py)
 
 Beside the fields of its format a conversation is read with the row's system text, earlier turns, tools and reasoning
 (names.py). A field that changes the meaning and cannot be kept refuses the row. All others are named in
@@ -41,8 +41,10 @@ from tpu_experiments.data.reading.pairs import (
     FIELDS_OF_PAIRS,
     OPTIONAL_OF_PAIRS,
     empty_answer,
+    label_of,
     scores_of,
     turns_of_pair,
+    turns_of_single,
 )
 from tpu_experiments.data.reading.raw_rows import RawRow, not_utf8
 from tpu_experiments.data.reading.strict_objects import StrictDecoder
@@ -106,6 +108,11 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             unread = _unread(record, spec)
             return Document(identity, text=text, place=row.place, group=group, label=label, unread=unread)
         inner: set[str] = set()
+        if spec.format == "unpaired":
+            turns, tools = _single(record, spec, unread=inner)
+            label = "true" if label_of(record, spec=spec) else "false"
+            single = _chat(turns, tools, identity=identity, place=row.place)
+            return replace(single, group=group, label=label, unread=_unread(record, spec, inner))
         if spec.kind == "preference":
             (chosen, rejected), tools = _pair(record, spec, unread=inner)
             scores = scores_of(record)
@@ -236,8 +243,8 @@ def _require_known_meaning(record: Record, spec: SourceSpec) -> None:
         if spec.kind == "chat" and meaning == "preference" and isinstance(value, bool) and name not in spec.keep:
             raise BadRow(
                 "preference",
-                f"has a {name} that says whether its answer is a good one, and training on preferences is not there "
-                f"yet; data.{spec.name}.keep.{name}=[true] reads the good ones.",
+                f"has a {name} that says whether its answer is a good one; data.{spec.name}.kind=preference with "
+                f"objective=kto learns from both; data.{spec.name}.keep.{name}=[true] reads the good ones.",
             )
 
 
@@ -306,24 +313,42 @@ def _pair(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[l
     prompt, *answers = turns_of_pair(record, spec=spec, unread=unread)
     if spec.format == "explicit_prompt":
         prompt = _with_history(record, prompt, spec=spec, unread=unread)
-    _add_system(record, prompt, spec=spec)
-    tools = _tools(record, prompt)
-    if not any(turn.role in ("user", "tool") for turn in prompt):
-        raise BadRow("no_prompt", "has no prompt, a turn of the user that both answers follow; mend or remove the row.")
-    sides = []
-    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-        while answer and answer[-1].role != "assistant":
-            answer = answer[:-1]
-        last = answer[-1] if answer else Turn("assistant", "")
-        if not (last.content.strip() or last.calls or last.reasoning):
-            raise empty_answer(spec.fields.get(name, name))
-        turns = [*prompt, *answer]
-        sides.append(
-            [replace(t, is_context=t.role == "assistant") for t in turns[:-1]] + [replace(last, is_context=False)]
-        )
+    tools = _offered(record, prompt, spec=spec)
+    sides = [
+        _ended(prompt, answer, name=spec.fields.get(name, name))
+        for name, answer in zip(("chosen", "rejected"), answers, strict=True)
+    ]
     if sides[0] == sides[1]:
         raise BadRow("same_answers", SAME_ANSWERS)
     return sides, tools
+
+
+def _single(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[Turn], list[Any]]:
+    """Return the turns of a prompt and its only answer, the last of which is learnt, and the tools of the row."""
+    prompt, answer = turns_of_single(record, spec=spec, unread=unread)
+    prompt = _with_history(record, prompt, spec=spec, unread=unread)
+    tools = _offered(record, prompt, spec=spec)
+    return _ended(prompt, answer, name="completion"), tools
+
+
+def _offered(record: Record, prompt: list[Turn], *, spec: SourceSpec) -> list[Any]:
+    """Return the tools of a row with answers, whose prompt gets the row's system text and must ask something."""
+    _add_system(record, prompt, spec=spec)
+    tools = _tools(record, prompt)
+    if not any(turn.role in ("user", "tool") for turn in prompt):
+        raise BadRow("no_prompt", "has no prompt, a turn of the user that an answer follows; mend or remove the row.")
+    return tools
+
+
+def _ended(prompt: list[Turn], answer: list[Turn], *, name: str) -> list[Turn]:
+    """Return the turns up to the answer's last one by the assistant, the only one that is learnt."""
+    while answer and answer[-1].role != "assistant":
+        answer = answer[:-1]
+    last = answer[-1] if answer else Turn("assistant", "")
+    if not (last.content.strip() or last.calls or last.reasoning):
+        raise empty_answer(name)
+    turns = [*prompt, *answer]
+    return [replace(t, is_context=t.role == "assistant") for t in turns[:-1]] + [replace(last, is_context=False)]
 
 
 def _with_history(record: Record, turns: list[Turn], *, spec: SourceSpec, unread: set[str]) -> list[Turn]:

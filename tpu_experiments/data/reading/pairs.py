@@ -1,12 +1,15 @@
-"""Preference pairs: the turns of a prompt, and those of its chosen and of its rejected answer.
+"""Preference pairs, and single answers with a label: the turns of a prompt and of its answers.
 
 explicit_prompt  a prompt (`prompt`, `question`, `instruction` or `input`, a string, or a list of turns, also as
                  `messages` or `conversations`) and two answers, each a string, a turn or a list of turns: TRL's
                  explicit prompt, orca_dpo_pairs, Argilla's and LLaMA-Factory's pairs
 implicit_prompt  `chosen` and `rejected`, two whole conversations; the prompt is their common first turns, as in TRL. A
                  `prompt` beside them repeats their first question, as in ultrafeedback_binarized
+unpaired         a prompt, one answer (`completion`, `response`, `output` or `answer`) and a `label` or `kto_tag` that
+                 says whether it is good: TRL's unpaired preferences; also a whole conversation (`messages`) and a label
 """
 
+import json
 from typing import Any
 
 from tpu_experiments.data.documents import SourceSpec
@@ -17,6 +20,13 @@ from tpu_experiments.data.reading.turns import Turn, turn_of, with_calls_joined
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 PROMPT = ("prompt", "question", "instruction", "input", "messages", "conversations")
+COMPLETION = ("completion", "response", "output", "answer")
+LABEL = ("label", "kto_tag")
+LABELS = {
+    **dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen"), True),
+    **dict.fromkeys(("false", "0", "0.0", "no", "bad", "undesirable", "rejected"), False),
+}
+"""Labels of single answers, as text in small letters: whether the answer is good."""
 SCORES = (
     ("score_chosen", "chosen_score", "chosen_rating", "chosen_avg_rating"),
     ("score_rejected", "rejected_score", "rejected_rating", "rejected_avg_rating"),
@@ -25,20 +35,26 @@ SCORES = (
 FIELDS_OF_PAIRS: dict[str, tuple[tuple[str, ...], ...]] = {
     "explicit_prompt": (PROMPT, CHOSEN, REJECTED),
     "implicit_prompt": (CHOSEN, REJECTED),
+    "unpaired": (PROMPT, LABEL),
 }
-OPTIONAL_OF_PAIRS = (*PROMPT, "score_chosen", "score_rejected")
+OPTIONAL_OF_PAIRS = (*PROMPT, *COMPLETION, "score_chosen", "score_rejected")
 
 Pair = tuple[list[Turn], list[Turn], list[Turn]]
 
 
 def format_of_pair(record: Record) -> str | None:
-    """Return the format of a row with two answers; None if it has none that can be read."""
+    """Return the format of a row with two answers, or one and its label; None if it has none that can be read."""
     answers = [list_from_json(record.peek(*names)) for names in (CHOSEN, REJECTED)]
     if all(_begins_conversation(answer) for answer in answers):
         return "implicit_prompt"
     are_answers = all(isinstance(each, str | dict) or _role_of(each) == "assistant" for each in answers)
     has_prompt = isinstance(list_from_json(record.peek(*PROMPT)), str | list)
-    return "explicit_prompt" if are_answers and has_prompt else None
+    if are_answers and has_prompt:
+        return "explicit_prompt"
+    has_answer = isinstance(list_from_json(record.peek(*COMPLETION)), str | list | dict)
+    is_whole = _begins_conversation(list_from_json(record.peek("messages", "conversations")))
+    is_single = record.peek(*LABEL) is not None and not any(record.peek(*names) for names in (CHOSEN, REJECTED))
+    return "unpaired" if is_single and ((has_prompt and has_answer) or is_whole) else None
 
 
 def turns_of_pair(record: Record, *, spec: SourceSpec, unread: set[str]) -> Pair:
@@ -66,6 +82,43 @@ def turns_of_pair(record: Record, *, spec: SourceSpec, unread: set[str]) -> Pair
         shared -= 1  # one of them goes on where the other ends: the answer in which they agree is the end of that one
     _mark_repeated(record, sides[0])
     return sides[0][:shared], sides[0][shared:], sides[1][shared:]
+
+
+def turns_of_single(record: Record, *, spec: SourceSpec, unread: set[str]) -> tuple[list[Turn], list[Turn]]:
+    """Return the turns of the prompt and of its only answer; of a whole conversation the last answer is that.
+
+    Raises:
+        BadRow: a field is missing or of another type.
+    """
+    prompt = _turns(record, PROMPT, role="user", spec=spec, unread=unread)
+    if record.peek(*COMPLETION) is not None:
+        return prompt, _turns(record, COMPLETION, role="assistant", spec=spec, unread=unread)
+    last = max((number for number, turn in enumerate(prompt) if turn.role == "assistant"), default=None)
+    if last is None:
+        raise BadRow(
+            "no_field",
+            f"has no answer, neither a turn of the assistant nor a field {' or '.join(COMPLETION)}; it has "
+            f"{names_of(record.fields)}; mend or remove the row.",
+        )
+    return prompt[:last], prompt[last : last + 1]
+
+
+def label_of(record: Record, *, spec: SourceSpec) -> bool:
+    """Return whether a single answer is labelled as good.
+
+    Raises:
+        BadRow: the label is missing, or says neither.
+    """
+    found = record.find(*LABEL)
+    name, value = (spec.fields.get(LABEL[0], LABEL[0]), None) if found is None else found
+    label = LABELS.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
+    if label is None:
+        raise BadRow(
+            "bad_label",
+            f"has {json.dumps(value, ensure_ascii=False, default=str)[:40]} in {name!r}, which says whether its answer "
+            "is good: true or false, 1 or 0, good or bad, desirable or undesirable; mend or remove the row.",
+        )
+    return label
 
 
 def scores_of(record: Record) -> tuple[float, float] | None:
@@ -112,7 +165,9 @@ def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpe
 
 def empty_answer(name: str) -> BadRow:
     """Return the error of an answer with nothing in it."""
-    return BadRow("empty_answer", f"has an empty answer in {name!r}; a pair has two answers; mend or remove the row.")
+    return BadRow(
+        "empty_answer", f"has an empty answer in {name!r}, which nothing is learnt from; mend or remove the row."
+    )
 
 
 def _mark_repeated(record: Record, chosen: list[Turn]) -> None:

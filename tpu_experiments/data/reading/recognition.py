@@ -107,8 +107,8 @@ def _no_pairs(seen: list[Record], *, spec: SourceSpec) -> ConfigError:
     return ConfigError(
         f"data.{spec.name}.kind=preference; the rows of {spec.path} are no pairs of a chosen and a rejected answer, "
         f"they have {held}; a pair is chosen and rejected, two strings or turns beside a prompt, or two conversations "
-        f"that begin alike; name the fields: 'data.{spec.name}.fields={{prompt: A, chosen: B, rejected: C}}'."
-        f"{other}"
+        f"that begin alike, or, for objective=kto, prompt, completion and label; name the fields: "
+        f"'data.{spec.name}.fields={{prompt: A, chosen: B, rejected: C}}'.{other}"
     )
 
 

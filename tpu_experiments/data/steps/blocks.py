@@ -78,12 +78,25 @@ PAIR_SCHEMA = pyarrow.schema(
 """Schema of files with preference pairs; both are whole conversations."""
 
 
+SINGLE_SCHEMA = pyarrow.schema(
+    [
+        ("id", pyarrow.string()),
+        *((name, pyarrow.list_(_EXTRA_TURN)) for name in ("prompt", "completion")),
+        ("label", pyarrow.bool_()),
+        *((name, pyarrow.string()) for name in ("source", "place", "tools")),
+    ]
+)
+"""Schema of files with single answers that are labelled."""
+
+
 def write_documents(documents: Sequence[Document], *, folder: str, name: str, source: str) -> None:
     """Write `<folder>/<name>.parquet` atomically; `format: auto` reads it back."""
     paths.make_dirs(folder)
     rows = [
         _row_of_pair(document, document.rejected, source=source)
         if document.rejected is not None
+        else _row_of_single(document, source=source)
+        if document.is_single
         else {
             "id": document.id,
             "text": document.text,
@@ -96,6 +109,7 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
     ]
     schema = TOOL_SCHEMA if any(document.uses_tools for document in documents) else SCHEMA
     schema = PAIR_SCHEMA if any(document.rejected is not None for document in documents) else schema
+    schema = SINGLE_SCHEMA if any(document.is_single for document in documents) else schema
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
     paths.write_bytes_atomic(_path(folder, name), buffer.getvalue())
@@ -109,6 +123,19 @@ def _row_of_pair(document: Document, rejected: Document, *, source: str) -> dict
         "rejected": _turns(rejected),
         "score_chosen": chosen,
         "score_rejected": other,
+        "source": source,
+        "place": document.place,
+        "tools": document.tools or None,
+    }
+
+
+def _row_of_single(document: Document, *, source: str) -> dict[str, Any]:
+    turns = _turns(document) or []
+    return {
+        "id": document.id,
+        "prompt": turns[:-1],
+        "completion": turns[-1:],
+        "label": document.label == "true",
         "source": source,
         "place": document.place,
         "tools": document.tools or None,
@@ -130,7 +157,9 @@ def read_texts(folder: str, name: str) -> list[list[str]]:
     table = pyarrow.parquet.read_table(io.BytesIO(_read(_path(folder, name))))
     found = []
     for row in table.to_pylist():
-        turns = [turn for key in ("messages", "chosen", "rejected") for turn in row.get(key) or ()]
+        turns = [
+            turn for key in ("messages", "chosen", "rejected", "prompt", "completion") for turn in row.get(key) or ()
+        ]
         found.append([turn["content"] for turn in turns if turn["content"].strip()] if turns else [row["text"]])
     return found
 
@@ -265,8 +294,13 @@ class BlockMaker:
         if isinstance(document, Document) and document.label is None and self.settings.spec.label_field is not None:
             message = "has no `label`, which a reader of your own sets for objective=classify."
             document = Refused("no_label", document.place or document.id, message)
-        if isinstance(document, Document) and (document.rejected is None) == (self.settings.spec.kind == "preference"):
-            message = "is no pair (`rejected`), which a reader of your own sets with kind=preference, and only there."
+        if isinstance(document, Document) and (document.rejected is not None or document.is_single) != (
+            self.settings.spec.kind == "preference"
+        ):
+            message = (
+                "is neither a pair (`rejected`) nor an answer with a label (`label`), which a reader of your own sets "
+                "with kind=preference, and only there."
+            )
             document = Refused("no_pair", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)

@@ -19,10 +19,10 @@ from tpu_experiments.data.tokens.tokenize import LEARN, SECOND, Tokens
 
 Arrays = dict[str, NDArray[Any]]
 
-OPEN, RENDERED, EMPTY_THOUGHT, ECHO, SCORED, CONTRADICTED = 1, 2, 4, 8, 16, 32
+OPEN, RENDERED, EMPTY_THOUGHT, ECHO, SCORED, CONTRADICTED, GOOD, BAD = 1, 2, 4, 8, 16, 32, 64, 128
 """Marks of a document: its end is inside a sentence; it spells out the marks of a chat format; a learnt answer has an
 empty block of reasoning; its last answer repeats the question. Of a preference pair: its answers have scores, and the
-rejected one has the higher."""
+rejected one has the higher. Of a single answer: its label."""
 
 _BRACKETED = re.compile(
     r"[<\[][|｜][^\s<>|｜\[\]]{2,40}[|｜][>\]]"  # <|im_start|>, <|user|>, <｜User｜>, [|user|]
@@ -91,8 +91,10 @@ def notices_of(made: Sequence[tuple[Document, Tokens]]) -> tuple[Arrays, dict[st
             | ECHO * is_echo
             | SCORED * (document.scores is not None)
             | CONTRADICTED * (chosen < rejected)
+            | (GOOD if document.label == "true" else BAD) * document.is_single
         )
-        ends.append((len(answer), _last_run(halves[0])))
+        has_answer = len(halves[0]) > 1 or len(halves) == 1
+        ends.append((len(answer), _last_run(halves[0 if has_answer else 1])))
         answers.append(_hash(answer))
         texts[answer.strip()] += 1
     del markers[""]
@@ -155,7 +157,7 @@ class Noticed:
         """Add the chosen documents of a block."""
         marks_D, ends_D2 = arrays["marks"][chosen_D], arrays["ends"][chosen_D]
         self.documents += len(marks_D)
-        for mark in (RENDERED, EMPTY_THOUGHT, ECHO):
+        for mark in (RENDERED, EMPTY_THOUGHT, ECHO, GOOD, BAD):
             self.marks[mark] += int(np.count_nonzero(marks_D & mark))
         self.markers.update(examples["markers"])
         if "lengths" in arrays:
@@ -186,6 +188,7 @@ class Noticed:
 
     def counts(self) -> dict[str, Any]:
         """Return the counts as a manifest has them."""
+        answers = {"good": self.marks[GOOD], "bad": self.marks[BAD]}
         answer, documents = max(self.answers.items(), key=lambda item: (item[1], item[0]), default=(0, 0))
         return {
             "documents": self.documents,
@@ -195,6 +198,7 @@ class Noticed:
             "echoes": self.marks[ECHO],
             "same_answer": {"documents": documents, "text": self.texts.get(answer, "")},
             **({"pairs": dict(self.pairs)} if self.pairs else {}),
+            **({"answers": answers} if any(answers.values()) else {}),
             "equal_ends": {unit: self._equal_ends(unit) for unit in _SHORTEST},
         }
 

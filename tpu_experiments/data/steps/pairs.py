@@ -1,5 +1,7 @@
 """Prompts of preference pairs that are longer than a row, cut from the left by as much in both conversations.
 
+A single answer with a label is a pair whose other half is one token, which is not learnt (data/tokens/tokenize.py).
+
 Legend: D documents, each a pair, chosen first (data/tokens/tokenize.py); L tokens of all of them.
 """
 
@@ -33,10 +35,10 @@ def cut_prompts(flat: FlatTokens, *, max_tokens: int) -> tuple[FlatTokens, dict[
         found = _cut(flat.ids_L[own], flat.flags_L[own], max_tokens=max_tokens)
         if found is None:
             continue
-        first, last, second, is_whole = found
-        for half in (own.start, own.start + second):
-            stays_L[half + first : half + last] = False
-        lengths_D[index] -= 2 * (last - first)
+        first, last, halves, is_whole = found
+        for half in halves:
+            stays_L[own.start + half + first : own.start + half + last] = False
+        lengths_D[index] -= len(halves) * (last - first)
         num_in_turn += not is_whole
     num_cut = int(np.count_nonzero(lengths_D != flat.lengths_D))
     more = {name: array_L[stays_L] for name, array_L in flat.more.items()}
@@ -45,10 +47,15 @@ def cut_prompts(flat: FlatTokens, *, max_tokens: int) -> tuple[FlatTokens, dict[
     return cut, {**counts, "tokens_dropped": int(len(stays_L) - np.count_nonzero(stays_L))}
 
 
-def _cut(ids_L: NDArray[np.int32], flags_L: NDArray[np.uint8], *, max_tokens: int) -> tuple[int, int, int, bool] | None:
-    """Return (first, last) token of a prompt to leave out, where the second half begins, and if whole turns go."""
+def _cut(
+    ids_L: NDArray[np.int32], flags_L: NDArray[np.uint8], *, max_tokens: int
+) -> tuple[int, int, list[int], bool] | None:
+    """Return (first, last) token of a prompt to leave out, where its halves begin, and if whole turns go."""
     second = int(np.flatnonzero(flags_L & SECOND)[0])
-    halves = [(ids_L[:second], flags_L[:second]), (ids_L[second:], flags_L[second:])]
+    parts = [(0, ids_L[:second], flags_L[:second]), (second, ids_L[second:], flags_L[second:])]
+    parts = [part for part in parts if np.any(part[2] & LEARN)]
+    begins = [begin for begin, _, _ in parts]
+    halves = [(ids, flags) for _, ids, flags in (parts[0], parts[-1])]  # a single answer twice
     shared = min(len(ids) for ids, _ in halves)
     differ = np.flatnonzero(halves[0][0][:shared] != halves[1][0][:shared])
     answers = (int(np.flatnonzero(flags & LEARN)[0]) for _, flags in halves)
@@ -58,8 +65,8 @@ def _cut(ids_L: NDArray[np.int32], flags_L: NDArray[np.uint8], *, max_tokens: in
     starts = borders[:-1] if is_one_prompt else [border for border in borders if border < shared]
     if not starts:
         return None
-    first, wanted = starts[0], -(-(len(ids_L) - max_tokens) // 2)
+    first, wanted = starts[0], -(-(len(ids_L) - max_tokens) // len(begins))
     for border in starts[1:]:
         if border - first >= wanted:
-            return first, border, second, True
-    return (first, first + wanted, second, False) if is_one_prompt and first + wanted < borders[-1] else None
+            return first, border, begins, True
+    return (first, first + wanted, begins, False) if is_one_prompt and first + wanted < borders[-1] else None

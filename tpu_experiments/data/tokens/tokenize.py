@@ -392,13 +392,29 @@ def tokenize_pairs(
 ) -> list[tuple[Document, Tokens | Refused]]:
     """Tokenize preference pairs: the chosen conversation, and the rejected one from a token with `SECOND` on.
 
-    A pair is refused where one of the two is, and where both are the same.
+    A pair is refused where one of the two is, and where both are the same. A single answer is a pair without the other
+    one, in whose place is one token that is not learnt: a good one is chosen, a bad one rejected.
     """
-    halves = [half for document in documents for half in (replace(document, rejected=None), document.rejected)]
-    assert all(half is not None for half in halves), "a document of a preference source is a pair"
-    made = tokenizer.tokenize([half for half in halves if half is not None])
-    pairs = zip(documents, made[::2], made[1::2], strict=True)
-    return [(pair, _joined(chosen, rejected, place=_place(pair))) for pair, chosen, rejected in pairs]
+    halves = [
+        half for document in documents for half in (replace(document, rejected=None, label=None), document.rejected)
+    ]
+    made = iter(tokenizer.tokenize([half for half in halves if half is not None]))
+    return [
+        (document, _alone(next(made), is_good=document.label == "true"))
+        if document.rejected is None
+        else (document, _joined(next(made), next(made), place=_place(document)))
+        for document in documents
+    ]
+
+
+def _alone(own: Tokens | Refused, *, is_good: bool) -> Tokens | Refused:
+    if isinstance(own, Refused):
+        return Refused(own.reason, own.place, own.message, own.is_bad_row)
+    parts = [(own.ids, own.flags), (own.ids[:1], np.zeros(1, np.uint8))]
+    (first, flags), (second, others) = parts if is_good else parts[::-1]
+    joined = np.concatenate([flags, others])
+    joined[len(flags)] |= SECOND
+    return Tokens(np.concatenate([first, second]), joined, own.document_id, own.has_empty_thought)
 
 
 def _joined(chosen: Tokens | Refused, rejected: Tokens | Refused, *, place: str) -> Tokens | Refused:
