@@ -29,6 +29,7 @@ from tpu_experiments.config.identity import flatten
 from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.rows import Rows, RowSource
 from tpu_experiments.objectives.base import REFERENCE
+from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.storage import paths
 from tpu_experiments.training.evaluation import AHEAD, Told, evaluating, host_tensors
@@ -79,7 +80,8 @@ class ReferencePass:
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer, self.runtime = trainer, trainer.runtime
-        self.program = self.runtime.program(self.values, name="reference", held=lambda: trainer.parameters)
+        self.parameters = trainer.evaluated_parameters  # of a pack, what a number on the device chooses
+        self.program = self.runtime.program(self.values, name="reference", held=lambda: held_of(self.parameters))
 
     def run(self, rows: RowSource, *, global_rows: int) -> Iterator[Values]:
         """Yield the values (G, S) of every batch of the rows in order; those of padding are 0."""
@@ -98,7 +100,7 @@ class ReferencePass:
         """Return the values (G, S) of the global batch; the program. Each process adds its rows to zeros."""
         rank, world_size = self.runtime.share
         with torch.no_grad():
-            own = self.trainer.objective.reference_values(self.trainer.model.module, self.trainer.parameters, batch)
+            own = self.trainer.objective.reference_values(self.trainer.model.module, dict(self.parameters), batch)
             num = len(own)
             whole = F.pad(own, (0, 0, rank * num, (world_size - 1 - rank) * num))
             (summed,) = self.runtime.sum_over_processes([whole])
@@ -206,6 +208,8 @@ def _file_name(trainer: "Trainer", key: Key, *, num_rows: int, global_rows: int)
         "devices": trainer.runtime.num_devices,
         "torch": torch.__version__,
     }
+    if trainer.seat.program is not None:
+        facts["program"] = trainer.seat.program  # its sums may be in another order
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{source}-{length}-{split}-{digest[:16]}.npy"
 
