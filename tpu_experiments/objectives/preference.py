@@ -91,6 +91,7 @@ class Preference(Objective):
             sft_weight=sft_weight,
         )
         self.loss, self.settings = loss, config.inputs()
+        self.beta = self.settings["beta"]
         self.sft_weight = self.settings.get("sft_weight", 0.0)
         self.has_reference = loss not in WITHOUT_REFERENCE
         self.computing = computing or Computing()

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,10 +79,15 @@ class ReferencedRows:
 class ReferencePass:
     """Compute the values of rows with the current parameters; every process takes part and gets all."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer, self.runtime = trainer, trainer.runtime
-        self.parameters = trainer.evaluated_parameters  # of a pack, what a number on the device chooses
+    def __init__(self, trainer: "Trainer", *, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Take what has the model; without `parameters` its own of the time of a pass are used."""
+        self.trainer, self.runtime, self._given = trainer, trainer.runtime, parameters
         self.program = self.runtime.program(self.values, name="reference", held=lambda: held_of(self.parameters))
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters that values are computed with."""
+        return self.trainer.parameters if self._given is None else self._given
 
     def run(self, rows: RowSource, *, global_rows: int) -> Iterator[Values]:
         """Yield the values (G, S) of every batch of the rows in order; those of padding are 0."""
@@ -119,7 +125,8 @@ def add_reference(trainer: "Trainer", rows: Mapping[Key, tuple[RowSource, int]],
     """
     progress, found = trainer.progress, trainer.inputs.reference
     assert found is not None, "the objective reads a reference"
-    computed = ReferencePass(trainer)
+    # Of a pack, those that a number on the device chooses.
+    computed = ReferencePass(trainer, parameters=trainer.evaluated_parameters)
     for key, (source, global_rows) in rows.items():
         label = "/".join(map(str, key))
         if label in progress.reference:
@@ -141,13 +148,14 @@ def add_reference(trainer: "Trainer", rows: Mapping[Key, tuple[RowSource, int]],
 
 
 def _computed(computed: ReferencePass, rows: RowSource, global_rows: int, *, what: str) -> Values:
-    told, parts = Told(f"reference of {what}, rows"), []
+    told, parts, began = Told(f"reference of {what}, rows"), [], time.monotonic()
     for number, values_GS in enumerate(computed.run(rows, global_rows=global_rows), start=1):
         parts.append(values_GS)
         told(number * global_rows, rows.num_rows)
     whole = np.concatenate(parts)[: rows.num_rows]
     used_S = np.flatnonzero(whole.any(axis=0))
-    log.info("reference: %d rows of %s computed with the weights at the start", rows.num_rows, what)
+    seconds = time.monotonic() - began
+    log.info("reference: %d rows of %s computed in %.1f s with the weights at the start", rows.num_rows, what, seconds)
     return np.ascontiguousarray(whole[:, : int(used_S[-1]) + 1 if len(used_S) else 1])
 
 
