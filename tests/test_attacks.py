@@ -499,11 +499,12 @@ def test_a_table_of_settings_sets_speed_settings_alone(key: str, tmp_path: Path)
         *("plugins=[payload]", "trainer._target_=payload.Trainer", "optim._target_=payload.Optimizer"),
         *("model.remote_code=run", "output_dir=/tmp/elsewhere", "hydra.searchpath=[file:///tmp/evil]"),
         *("+model.arch={}", "~local", "model=../../x", "data.sample_text.path=/etc/passwd", "++optim._target_=x.Y"),
+        "objective._target_=payload.Objective",
     ],
 )
 def test_a_pack_runs_the_words_of_its_sweep(word: str) -> None:
     own = ["model=tiny", "data=sample_text", "lora.r=4", "output_dir='outputs/sweeps/x'", "name='lora.r=4'"]
-    assert pack_problem([*own, "lora.r=8", "optim.lr=1e-3", "optim=adafactor", "seed=1", "name='a'"], own) is None
+    assert pack_problem([*own, "lora.r=8", "objective.beta=0.2", "optim=adafactor", "seed=1", "name='a'"], own) is None
     said = pack_problem([*own, word], own)
     assert said is not None
     assert said.startswith(f"{word!r} is none of this command's words")

@@ -85,6 +85,39 @@ def test_each_point_leaves_what_it_leaves_alone(tmp_path: Path, more: tuple[str,
     assert "resumed" not in log
 
 
+PAIRS = (
+    "debug=smoke", "objective=dpo", "logger=jsonl", "lora.dropout=0.1", "lora.init=a_zero", "sample.max_new_tokens=0",
+    "trainer.max_eval_rows=8", "lora.r=4", "schedule=constant", "data=stories_pairs_ro",
+    *(f"~data.stories_pairs_ro.questions.{name}" for name in ("one_person", "several_persons")),
+)  # fmt: skip
+BETAS = ("-m", *PAIRS, "name=pairs", "sweeping.pack=4", "optim.lr=1e-4,2e-3", "objective.beta=0.1,0.5")
+
+
+@pytest.mark.xla
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("objective=simpo", "objective.sft_weight=0.5")], ids=str)
+def test_points_of_preferences_with_losses_of_their_own_end_as_alone(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """One program for all values of beta, and one reference for all that begin as the same model."""
+    ended = run(*BETAS, *more, output_dir=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "sweeping.pack: in one program each: 1 pack of 4 points" in ended.stdout
+    sweep, found = tmp_path / "sweeps" / "pairs", {}
+    for lr, beta in (("0.0001", "0.1"), ("0.002", "0.5")):
+        name = f"alone{beta}"
+        alone = run(*PAIRS, *more, f"optim.lr={lr}", f"objective.beta={beta}", f"name={name}", output_dir=tmp_path)
+        assert alone.returncode == 0, alone.stderr
+        (point,) = sweep.glob(f"*lr={lr},*beta={beta}")
+        mine, theirs = losses(tmp_path / name), losses(point)
+        assert len(mine) > 6
+        assert [loss for _, _, loss in theirs] == pytest.approx([loss for _, _, loss in mine], abs=1e-5)
+        results = [json.loads((folder / "result.json").read_text()) for folder in (tmp_path / name, point)]
+        assert results[0]["num_compiles"] == results[1]["num_compiles"]
+        assert results[1]["compiles_after_warmup"] == 0
+        found[lr, beta] = results[1]["eval_loss"]
+    assert abs(found["0.0001", "0.1"] - found["0.002", "0.5"]) > 1e-3
+    assert len([*(sweep / "prepared").glob("references/*")]) == (0 if more else 2)
+
+
 EXHAUSTED = """
 from tpu_experiments.training.trainer import Trainer
 class Exhausted(Trainer):

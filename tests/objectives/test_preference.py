@@ -186,7 +186,7 @@ def test_smoothing_of_labels_belongs_to_two_losses():
 
 
 def test_betas_are_those_of_the_loss(make_config):
-    assert [Preference(loss=loss).beta for loss in LOSSES] == [0.1] * 5 + [2.0, 0.1]
+    assert [Preference(loss=loss).settings["beta"] for loss in LOSSES] == [0.1] * 5 + [2.0, 0.1]
     assert [
         make_config(f"objective={name}", "data=stories_pairs_ro", "curriculum=single").objective.loss
         for name in ("dpo", "ipo", "simpo", "orpo")

@@ -56,6 +56,19 @@ def test_what_separates_points_is_named() -> None:
     assert differ == "sweeping.pack: points of different packs differ in lora.targets"
 
 
+def test_points_differ_in_the_numbers_of_their_loss_and_not_in_its_kind() -> None:
+    """A weight of 0 leaves a part of the loss out; betas are numbers that rows carry into the program."""
+    pairs = ("objective=dpo", "data=stories_pairs_ro", "curriculum=single")
+    words = ("", "objective.beta=0.5", "objective.label_smoothing=0.1 optim.lr=1e-4", "objective.loss=ipo")
+    more = ("objective.sft_weight=1", "objective.sft_weight=2 objective.beta=0.2")
+    packs = packs_of(points(*words, *more, common=pairs), largest=8)
+    assert names(packs) == [list(words[:3]), [words[3]], list(more)]
+    assert list(packs_text(packs))[-1] == (
+        "sweeping.pack: points of different packs differ in objective.loss, objective.sft_weight, "
+        "objective.label_smoothing"
+    )
+
+
 def test_a_seed_that_draws_the_base_separates() -> None:
     """With random weights another seed is another base."""
     assert len(packs_of(points("seed=1", "seed=2", common=("model=qwen05b", "model.size=tiny")), largest=8)) == 2

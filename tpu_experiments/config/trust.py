@@ -54,7 +54,7 @@ INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 TEMPLATES = (".jinja", ".jinja2", ".j2")
 """Suffixes of a chat template that a stored config may name."""
 SYSTEM = tuple(map(Path, ("/etc", "/proc", "/sys", "/dev", "/run", "/boot", "/var")))
-OF_EACH_POINT = ("lora", "optim", "schedule", "seed", "name")
+OF_EACH_POINT = ("lora", "objective", "optim", "schedule", "seed", "name")
 """Keys, or groups of keys, in which the runs of a pack differ (sweeping/packs.py)."""
 OF_EACH_SHOWN = ", ".join(OF_EACH_POINT)
 

@@ -281,7 +281,8 @@ def objective_class(config: Config) -> type[Objective]:
 def row_arrays(config: Config) -> tuple[Array, ...]:
     """Return the arrays of a batch's rows beside those of tokens."""
     arrays = objective_class(config).arrays
-    return (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
+    arrays = (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
+    return (*arrays, *(Array(name, "float32", per="row") for name in config.objective.inputs()))
 
 
 def measured_by(objective: Objective) -> Objective | None:

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import num_pairs
-from tpu_experiments.config.objectives.preference import BETAS, WITHOUT_REFERENCE
+from tpu_experiments.config.objectives.preference import WITHOUT_REFERENCE, PreferenceConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.passes.forward import target_weights
 from tpu_experiments.objectives.base import REFERENCE, Column, Computing, Objective, Rows, Summary
@@ -56,6 +56,8 @@ class Pairs(NamedTuple):
     """Tokens of the answers, float32, at least 1."""
     weights_RP: Tensor
     """1 where a place has a pair, float32."""
+    settings: Mapping[str, Tensor]
+    """Numbers of the loss by name, (R, 1) each (`PreferenceConfig.inputs`)."""
 
 
 class Preference(Objective):
@@ -93,9 +95,16 @@ class Preference(Objective):
         sft_weight: float = 0.0,
         computing: Computing | None = None,
     ) -> None:
-        self.loss, self.beta = loss, BETAS.get(loss, 0.1) if beta is None else beta
-        self.label_smoothing, self.gamma_beta_ratio = label_smoothing, gamma_beta_ratio
-        self.sft_weight = sft_weight + (1.0 if loss == "orpo" else 0.0)
+        config = PreferenceConfig(
+            loss=loss,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            gamma_beta_ratio=gamma_beta_ratio,
+            sft_weight=sft_weight,
+        )
+        self.loss, self.settings = loss, config.inputs()
+        self.beta = self.settings["beta"]
+        self.sft_weight = self.settings.get("sft_weight", 0.0)
         self.has_reference = loss not in WITHOUT_REFERENCE
         self.computing = computing or Computing()
 
@@ -138,7 +147,8 @@ class Preference(Objective):
         """Return what `row_loss` returns and the sums of `SUMS` of every row, (R, K)."""
         pairs = self.pairs(module, parameters, rows)
         weights_RP, (chosen_RP, _) = pairs.weights_RP, pairs.lengths_RP2.unbind(-1)
-        losses = self._parts(self.losses(pairs) * weights_RP, -self.sft_weight * pairs.logps_RP2[..., 0] * weights_RP)
+        nll_RP = -pairs.settings.get("sft_weight", 0.0) * pairs.logps_RP2[..., 0]
+        losses = self._parts(self.losses(pairs) * weights_RP, nll_RP * weights_RP)
         counts = self._parts(weights_RP, chosen_RP * weights_RP)
         with torch.no_grad():
             report_RK = torch.stack([(values * weights_RP).sum(1) for values in self.columns(pairs)], -1)
@@ -155,30 +165,37 @@ class Preference(Objective):
         if self.has_reference:
             reference_RP2 = by_segment(rows["segments"], rows[REFERENCE.name]).unflatten(1, (-1, 2))
         logps_RP2 = by_segment(rows["segments"], -losses_RT * weights_RT).unflatten(1, (-1, 2))
-        return Pairs(logps_RP2, reference_RP2, lengths_RP2, weights_RP)
+        settings = {
+            name: (rows[name] if name in rows else torch.full_like(weights_RP[:, 0], value))[:, None]
+            for name, value in self.settings.items()
+        }
+        return Pairs(logps_RP2, reference_RP2, lengths_RP2, weights_RP, settings)
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return the loss of every pair without that of tokens, (R, P)."""
-        beta, smoothing = self.beta, self.label_smoothing
+        beta = pairs.settings["beta"]
         ratios_RP2 = pairs.logps_RP2 - pairs.reference_RP2
         chosen_RP, rejected_RP = ratios_RP2.unbind(-1)
         margin_RP = beta * (chosen_RP - rejected_RP)
         mean_chosen_RP, mean_rejected_RP = (ratios_RP2 / pairs.lengths_RP2).unbind(-1)
         match self.loss:
             case "sigmoid":
-                right_RP = -F.logsigmoid(margin_RP)
-                return right_RP if not smoothing else torch.lerp(right_RP, -F.logsigmoid(-margin_RP), smoothing)
+                smoothing = pairs.settings["label_smoothing"]
+                return -(1 - smoothing) * F.logsigmoid(margin_RP) - smoothing * F.logsigmoid(-margin_RP)
             case "robust":
+                smoothing = pairs.settings["label_smoothing"]
                 both_RP = (1 - smoothing) * F.logsigmoid(margin_RP) - smoothing * F.logsigmoid(-margin_RP)
                 return -both_RP / (1 - 2 * smoothing)
             case "hinge":
                 return torch.relu(1 - margin_RP)
             case "ipo":
+                beta = torch.where(beta > 0, beta, 1.0)  # rows of padding have 0
                 return (mean_chosen_RP - mean_rejected_RP - 1 / (2 * beta)) ** 2
             case "sigmoid_norm":
                 return -F.logsigmoid(beta * (mean_chosen_RP - mean_rejected_RP))
             case "simpo":
-                return -F.logsigmoid(beta * (mean_chosen_RP - mean_rejected_RP - self.gamma_beta_ratio))
+                margin_RP = mean_chosen_RP - mean_rejected_RP - pairs.settings["gamma_beta_ratio"]
+                return -F.logsigmoid(beta * margin_RP)
         # Empty places have a mean of 0, whose odds are infinite.
         odds = (_log_odds(torch.where(pairs.weights_RP > 0, m, -1.0)) for m in (mean_chosen_RP, mean_rejected_RP))
         chosen_RP, rejected_RP = odds
@@ -187,7 +204,8 @@ class Preference(Objective):
     def rewards(self, pairs: Pairs) -> Tensor:
         """Return what the loss compares, of chosen and rejected answers (R, P, 2): beta r, or beta p / L."""
         values_RP2 = pairs.logps_RP2 - pairs.reference_RP2
-        return self.beta * (values_RP2 if self.has_reference else values_RP2 / pairs.lengths_RP2)
+        beta_R11 = pairs.settings["beta"][..., None]
+        return beta_R11 * (values_RP2 if self.has_reference else values_RP2 / pairs.lengths_RP2)
 
     # ---- the reference and held-out rows --------------------------------------------------------------------
 

@@ -190,7 +190,8 @@ def _differs(key: str, values: Sequence[dict[str, str]]) -> bool:
 
 def _common(config: Config) -> dict[str, str]:
     """Return the settings that all points of a pack have in common, as text."""
-    found = {key: str(value) for key, value in flatten(config).items() if not key.startswith(OF_EACH)}
+    of_each = (*OF_EACH, *(f"objective.{name}" for name in config.objective.inputs()))
+    found = {key: str(value) for key, value in flatten(config).items() if not key.startswith(of_each)}
     if config.model.init == "random" or config.model.size == "tiny":
         found["seed"] = str(config.seed)  # it draws the base
     return found

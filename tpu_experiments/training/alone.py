@@ -23,6 +23,11 @@ class Alone:
     """Number among the runs of its program."""
 
     @property
+    def program(self) -> str | None:
+        """Return what tells its programs from those of the same run alone; None for one alone."""
+        return None
+
+    @property
     def shares(self) -> Shares | None:
         """Return the parts of the machine's time that the runs of its program have had; None for one alone."""
         return None

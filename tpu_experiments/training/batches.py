@@ -399,16 +399,26 @@ def step_batches(
         mine = whole.slice_process(*process)
         info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
         mix = quantised_share(config, stage=stage.index, step=step)
-        yield info, {**training_tensors(mine, geometry, lr=lr, mix=mix), **added}
+        tensors = training_tensors(mine, geometry, lr=lr, mix=mix, inputs=config.objective.inputs())
+        yield info, {**tensors, **added}
 
 
-def training_tensors(batch: Batch, geometry: Geometry, *, lr: float, mix: float | None = None) -> dict[str, Tensor]:
+def training_tensors(
+    batch: Batch,
+    geometry: Geometry,
+    *,
+    lr: float,
+    mix: float | None = None,
+    inputs: Mapping[str, float] | None = None,
+) -> dict[str, Tensor]:
     """Return a process's rows as (A, R, T) int32, noise as (A, R), learning rate as (1,) float32.
 
     Args:
         mix: `quantised_share`, the same for every row: (A, R) float32.
+        inputs: settings of the objective that rows carry, (A, R) float32 each.
     """
-    tensors = {n: t.reshape(geometry.accumulation, -1, *t.shape[1:]) for n, t in host_tensors(batch).items()}
+    host = host_tensors(batch, inputs=inputs)
+    tensors = {name: tensor.reshape(geometry.accumulation, -1, *tensor.shape[1:]) for name, tensor in host.items()}
     if mix is not None:
         tensors[MIX] = torch.full(tensors["ids"].shape[:2], mix, dtype=torch.float32)
     return tensors | {"lr": torch.tensor([lr], dtype=torch.float32)}

@@ -24,6 +24,7 @@ from torch import Tensor
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.state import are_sharded_over_hosts, flat, to_host, zero_state
 from tpu_experiments.config.curriculum import Geometry
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
 from tpu_experiments.models.adapters.lora import A, B
@@ -217,13 +218,18 @@ def step_on_devices(trainer: "Trainer", batch: Batch) -> Report:
     trainer.state.update(trainer.fresh_state())
     mine = batch.slice_process(*runtime.share)
     everything = stage_tensors(replace(stage, trainable=()), trainer.parameters, stages=trainer.inputs.stages)
-    tensors = training_tensors(mine, stage.geometry, lr=stage.lr, mix=first_mix(trainer.config)) | everything
-    output = trainer.step_program(runtime.put(tensors, rows_dim=1))
+    tensors = canary_tensors(mine, stage.geometry, lr=stage.lr, config=trainer.config)
+    output = trainer.step_program(runtime.put(tensors | everything, rows_dim=1))
     runtime.wait()
     report = Report(float(on_host(output.loss)), float(on_host(output.grad_norm)), first_slots(trainer.state))
     write_parameters(trainer, before)
     trainer.state.update(trainer.fresh_state())
     return report
+
+
+def canary_tensors(rows: Batch, geometry: Geometry, *, lr: float, config: Config) -> dict[str, Tensor]:
+    """Return the tensors of the rows in the run's first step."""
+    return training_tensors(rows, geometry, lr=lr, mix=first_mix(config), inputs=config.objective.inputs())
 
 
 def write_parameters(trainer: "Trainer", tensors: Mapping[str, Tensor]) -> None:
@@ -288,7 +294,7 @@ def step_on_host(model: HostModel, rows: Batch) -> Report:
         )
         state = zero_state(updates, parameters, zeros=lambda shape, *, name, dtype: torch.zeros(shape, dtype=dtype))
         geometry = Geometry(rows.num_rows, rows.num_rows, 1, 1, rows.ids_GT.shape[1])
-        _, new, output = step(parameters, state, training_tensors(rows, geometry, lr=stage.lr, mix=first_mix(config)))
+        _, new, output = step(parameters, state, canary_tensors(rows, geometry, lr=stage.lr, config=config))
     return Report(float(output.loss), float(output.grad_norm), first_slots(new))
 
 

@@ -127,6 +127,7 @@ class Evaluator:
         widths: Widths | None = None,
         draws: bool = False,
         measured: Objective | None = None,
+        inputs: Mapping[str, float] | None = None,
         between: BetweenBatches = lambda: None,
     ) -> None:
         """Create the evaluator; without `token_scores` and `measured` it reports the loss alone.
@@ -135,10 +136,11 @@ class Evaluator:
             token_scores: has the held-out loss that is reported, instead of `row_loss`.
             measured: has the held-out loss and measures of its own, instead of `token_scores` and `row_loss`.
             draws: whether batches have a random word for every row.
+            inputs: settings of the objective that rows carry.
         """
         self.module, self.runtime, self.row_loss, self.parameters = module, runtime, row_loss, parameters
         self.token_scores, self.widths, self.draws = token_scores, widths, draws
-        self.measured, self.between = measured, between
+        self.measured, self.inputs, self.between = measured, inputs, between
         self.program = runtime.program(self.sums, name="evaluate", held=lambda: held_of(parameters))
 
     @property
@@ -202,7 +204,7 @@ class Evaluator:
 
     def _send(self, batch: HostBatch) -> dict[str, Tensor]:
         rows = batch.slice_process(*self.runtime.share)
-        tensors = host_tensors(rows)
+        tensors = host_tensors(rows, inputs=self.inputs)
         if self.token_scores is not None:
             is_text = rows.segments_GT > 0 if self.widths is None else self.widths.is_text(rows.ids_GT)
             tensors[TEXT] = torch.from_numpy(is_text.astype(np.int32))
@@ -250,12 +252,16 @@ def _length(batches: Mapping[str, Iterable[HostBatch]]) -> int | None:
     return None if None in each else sum(number for number in each if number is not None)
 
 
-def host_tensors(batch: HostBatch) -> dict[str, Tensor]:
+def host_tensors(batch: HostBatch, *, inputs: Mapping[str, float] | None = None) -> dict[str, Tensor]:
     """Return `ids`, `learn`, `positions` and `segments`, (rows, T) int32 each, and the further arrays of the rows.
 
     `noise` (rows,) is added where the batch has it.
+
+    Args:
+        inputs: settings of the objective by name, float32 (rows,) each (`ObjectiveConfig.inputs`).
     """
     tensors = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+    tensors |= {name: torch.full((batch.num_rows,), value) for name, value in (inputs or {}).items()}
     return tensors if batch.noise_G is None else tensors | {NOISE: torch.from_numpy(batch.noise_G)}
 
 

@@ -159,6 +159,11 @@ class Seat(Alone):
     """Exit code that the run would have had as a process."""
 
     @property
+    def program(self) -> str:
+        """Return the sizes of the pack's programs."""
+        return f"{len(self.pack.members)} adapters of rank {self.pack.lora.r}"
+
+    @property
     def shares(self) -> Shares:
         """Return the parts of the machine's time that the runs have had."""
         return self.pack.shares

@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,7 @@ from tpu_experiments.data.batches import fixed_batches
 from tpu_experiments.data.rows import Rows, RowSource
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import REFERENCE, Objective
+from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.host_copies import host_copy
 from tpu_experiments.storage import paths
@@ -98,9 +100,15 @@ class Compared(Protocol):
 class ReferencePass:
     """Compute the values of rows with the current parameters; every process takes part and gets all."""
 
-    def __init__(self, trainer: Compared) -> None:
-        self.trainer, self.runtime = trainer, trainer.runtime
-        self.program = self.runtime.program(self.values, name="reference", held=lambda: trainer.parameters)
+    def __init__(self, trainer: Compared, *, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Take what has the model; without `parameters` its own of the time of a pass are used."""
+        self.trainer, self.runtime, self._given = trainer, trainer.runtime, parameters
+        self.program = self.runtime.program(self.values, name="reference", held=lambda: held_of(self.parameters))
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters that values are computed with."""
+        return self.trainer.parameters if self._given is None else self._given
 
     def run(self, rows: RowSource, *, global_rows: int) -> Iterator[Values]:
         """Yield the values (G, S) of every batch of the rows in order; those of padding are 0."""
@@ -119,7 +127,7 @@ class ReferencePass:
         """Return the values (G, S) of the global batch; the program. Each process adds its rows to zeros."""
         rank, world_size = self.runtime.share
         with torch.no_grad():
-            own = self.trainer.objective.reference_values(self.trainer.model.module, self.trainer.parameters, batch)
+            own = self.trainer.objective.reference_values(self.trainer.model.module, dict(self.parameters), batch)
             num = len(own)
             whole = F.pad(own, (*[0, 0] * (own.ndim - 1), rank * num, (world_size - 1 - rank) * num))
             (summed,) = self.runtime.sum_over_processes([whole])
@@ -138,7 +146,8 @@ def add_reference(trainer: "Trainer", rows: Mapping[Key, tuple[RowSource, int]],
     """
     progress, found = trainer.progress, trainer.inputs.reference
     assert found is not None, "the objective reads a reference"
-    computed = ReferencePass(trainer)
+    # Of a pack, those that a number on the device chooses.
+    computed = ReferencePass(trainer, parameters=trainer.evaluated_parameters)
     for key, (source, global_rows) in rows.items():
         label = "/".join(map(str, key))
         if label in progress.reference:
@@ -160,13 +169,14 @@ def add_reference(trainer: "Trainer", rows: Mapping[Key, tuple[RowSource, int]],
 
 
 def _computed(computed: ReferencePass, rows: RowSource, global_rows: int, *, what: str) -> Values:
-    told, parts = Told(f"reference of {what}, rows"), []
+    told, parts, began = Told(f"reference of {what}, rows"), [], time.monotonic()
     for number, values_GS in enumerate(computed.run(rows, global_rows=global_rows), start=1):
         parts.append(values_GS)
         told(number * global_rows, rows.num_rows)
     whole = np.concatenate(parts)[: rows.num_rows]
     used_S = np.flatnonzero(whole.any(axis=(0, *range(2, whole.ndim))))
-    log.info("reference: %d rows of %s computed with the weights at the start", rows.num_rows, what)
+    seconds = time.monotonic() - began
+    log.info("reference: %d rows of %s computed in %.1f s with the weights at the start", rows.num_rows, what, seconds)
     return np.ascontiguousarray(whole[:, : int(used_S[-1]) + 1 if len(used_S) else 1])
 
 
@@ -229,6 +239,8 @@ def _file_name(trainer: "Trainer", key: Key, *, num_rows: int, global_rows: int)
     }
     if trainer.objective.num_references > 1:
         facts["values"] = trainer.objective.num_references
+    if trainer.seat.program is not None:
+        facts["program"] = trainer.seat.program  # its sums may be in another order
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{source}-{length}-{split}-{digest[:16]}.npy"
 

@@ -249,6 +249,7 @@ class Trainer:
             token_scores=self.token_scores if has_scores else None,
             draws=self.objective.draws,
             measured=None if is_own else measured_by(self.objective),
+            inputs=self.config.objective.inputs(),
             # Bytes are those of the tokens that decoders predict.
             widths=widths_of(tokenizer) if tokenizer is not None and writes_text(self.config) else None,
             between=self.leave_if_requested,

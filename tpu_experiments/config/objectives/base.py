@@ -51,6 +51,13 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def inputs(self) -> dict[str, float]:
+        """Return the values of settings that rows carry into programs: other values need no other program.
+
+        A float32 of every row by the setting's name, 0 at padding; the points of a pack may differ in them.
+        """
+        return {}
+
     def problems(self, prepare: PrepareConfig) -> list[str]:
         """Return what is wrong with the settings together with those of data preparation."""
         return []

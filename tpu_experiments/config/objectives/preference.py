@@ -28,7 +28,6 @@ class PreferenceConfig(ObjectiveConfig):
     )
     lr_factor: ClassVar[float] = 1 / 40
     """Zephyr's rates (arXiv 2310.16944): 5e-6 of adapters and 5e-7 of all weights, where `model.lr` is 2e-4."""
-    why_alone: ClassVar[str | None] = "a preference objective computes its reference before the first step"
     loss: str = choice("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo", default="sigmoid")
     """Loss of a pair (objectives/preference.py has the formulas)."""
     beta: float | None = number(default=None, above=0)
@@ -44,6 +43,17 @@ class PreferenceConfig(ObjectiveConfig):
     def reads_reference(self) -> bool:
         """Return whether the loss compares with the model as it starts."""
         return self.loss not in WITHOUT_REFERENCE
+
+    def inputs(self) -> dict[str, float]:
+        """Return the numbers of the loss; a weight of 0 is none of them, since the loss then has one part less."""
+        found = {"beta": BETAS.get(self.loss, 0.1) if self.beta is None else self.beta}
+        if self.loss in SMOOTHED:
+            found["label_smoothing"] = self.label_smoothing
+        if self.loss == "simpo":
+            found["gamma_beta_ratio"] = self.gamma_beta_ratio
+        if self.sft_weight or self.loss == "orpo":
+            found["sft_weight"] = self.sft_weight + (1.0 if self.loss == "orpo" else 0.0)
+        return found
 
     def problems(self, prepare: PrepareConfig) -> list[str]:
         """Return what is wrong with the settings."""
