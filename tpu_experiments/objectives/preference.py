@@ -56,8 +56,8 @@ class Pairs(NamedTuple):
     """Tokens of the answers, float32, at least 1."""
     weights_RP: Tensor
     """1 where a place has a pair, float32."""
-    settings: Mapping[str, Tensor]
-    """Numbers of the loss by name, (R, 1) each (`PreferenceConfig.inputs`)."""
+    settings: Mapping[str, Tensor] = {}
+    """Numbers of the loss that rows carry, (R, 1) each (`PreferenceConfig.inputs`); the objective's own for others."""
 
 
 class Preference(Objective):
@@ -147,7 +147,8 @@ class Preference(Objective):
         """Return what `row_loss` returns and the sums of `SUMS` of every row, (R, K)."""
         pairs = self.pairs(module, parameters, rows)
         weights_RP, (chosen_RP, _) = pairs.weights_RP, pairs.lengths_RP2.unbind(-1)
-        nll_RP = -pairs.settings.get("sft_weight", 0.0) * pairs.logps_RP2[..., 0]
+        weight = self.number(pairs, "sft_weight") if self.sft_weight else 0.0
+        nll_RP = -weight * pairs.logps_RP2[..., 0]
         losses = self._parts(self.losses(pairs) * weights_RP, nll_RP * weights_RP)
         counts = self._parts(weights_RP, chosen_RP * weights_RP)
         with torch.no_grad():
@@ -165,25 +166,28 @@ class Preference(Objective):
         if self.has_reference:
             reference_RP2 = by_segment(rows["segments"], rows[REFERENCE.name]).unflatten(1, (-1, 2))
         logps_RP2 = by_segment(rows["segments"], -losses_RT * weights_RT).unflatten(1, (-1, 2))
-        settings = {
-            name: (rows[name] if name in rows else torch.full_like(weights_RP[:, 0], value))[:, None]
-            for name, value in self.settings.items()
-        }
+        settings = {name: rows[name][:, None] for name in self.settings if name in rows}
         return Pairs(logps_RP2, reference_RP2, lengths_RP2, weights_RP, settings)
+
+    def number(self, pairs: Pairs, name: str) -> Tensor:
+        """Return a number of the loss, of shape (R, 1)."""
+        if name in pairs.settings:
+            return pairs.settings[name]
+        return torch.full_like(pairs.weights_RP[..., :1], self.settings[name])
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return the loss of every pair without that of tokens, (R, P)."""
-        beta = pairs.settings["beta"]
+        beta = self.number(pairs, "beta")
         ratios_RP2 = pairs.logps_RP2 - pairs.reference_RP2
         chosen_RP, rejected_RP = ratios_RP2.unbind(-1)
         margin_RP = beta * (chosen_RP - rejected_RP)
         mean_chosen_RP, mean_rejected_RP = (ratios_RP2 / pairs.lengths_RP2).unbind(-1)
         match self.loss:
             case "sigmoid":
-                smoothing = pairs.settings["label_smoothing"]
+                smoothing = self.number(pairs, "label_smoothing")
                 return -(1 - smoothing) * F.logsigmoid(margin_RP) - smoothing * F.logsigmoid(-margin_RP)
             case "robust":
-                smoothing = pairs.settings["label_smoothing"]
+                smoothing = self.number(pairs, "label_smoothing")
                 both_RP = (1 - smoothing) * F.logsigmoid(margin_RP) - smoothing * F.logsigmoid(-margin_RP)
                 return -both_RP / (1 - 2 * smoothing)
             case "hinge":
@@ -194,7 +198,7 @@ class Preference(Objective):
             case "sigmoid_norm":
                 return -F.logsigmoid(beta * (mean_chosen_RP - mean_rejected_RP))
             case "simpo":
-                margin_RP = mean_chosen_RP - mean_rejected_RP - pairs.settings["gamma_beta_ratio"]
+                margin_RP = mean_chosen_RP - mean_rejected_RP - self.number(pairs, "gamma_beta_ratio")
                 return -F.logsigmoid(beta * margin_RP)
         # Empty places have a mean of 0, whose odds are infinite.
         odds = (_log_odds(torch.where(pairs.weights_RP > 0, m, -1.0)) for m in (mean_chosen_RP, mean_rejected_RP))
@@ -204,7 +208,7 @@ class Preference(Objective):
     def rewards(self, pairs: Pairs) -> Tensor:
         """Return what the loss compares, of chosen and rejected answers (R, P, 2): beta r, or beta p / L."""
         values_RP2 = pairs.logps_RP2 - pairs.reference_RP2
-        beta_R11 = pairs.settings["beta"][..., None]
+        beta_R11 = self.number(pairs, "beta")[..., None]
         return beta_R11 * (values_RP2 if self.has_reference else values_RP2 / pairs.lengths_RP2)
 
     # ---- the reference and held-out rows --------------------------------------------------------------------
