@@ -3,6 +3,7 @@
 import copy
 import itertools
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -114,6 +115,21 @@ def test_random_texts(any_tokenizer, memo):
         check(memo, any_tokenizer, text, answers=answers, cuts=[end for _, end in answers if end < len(text)])
 
     same()
+
+
+def test_parts_that_the_last_text_had_too(any_tokenizer, memo, monkeypatch):
+    """The prompt of a pair is encoded once; a part at the beginning of a text may have another blank."""
+    marker = max(any_tokenizer.added_tokens_encoder, key=len)
+    prompt = f"Care este capitala?{marker}Paris, scurt."
+    found = []
+    searched = type("Searched", (), {"findall": lambda _, part: found.append(part) or words_of_part(part)})()
+    words_of_part = memo._pipeline.words.findall
+    monkeypatch.setattr(memo, "_pipeline", replace(memo._pipeline, words=searched))
+    texts = [prompt + marker + "Da.", prompt + marker + "Nu.", f"Paris, scurt.{marker}Nu.{marker}Paris, scurt."]
+    assert all(check(memo, any_tokenizer, text) for text in texts)
+    parts = ["Care este capitala?", "Paris, scurt.", "Da.", "Nu."]
+    assert [part for part in found if part in parts] == [*parts, "Paris, scurt."]
+    assert check(memo, any_tokenizer, texts[0])
 
 
 def test_a_full_memo_begins_anew(tokenizer, monkeypatch):

@@ -229,7 +229,10 @@ class _Words(dict[str, bytes]):
             return
         for word in new:
             self._check(word)
-        ids = np.array(self._encode(self._before.join(new)).ids, np.int32)
+        # Without offsets: a fifth less time.
+        joined = [self._before + self._before.join(new)]
+        [encoding] = backend_of(self._tokenizer).encode_batch_fast(joined, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
         bounds = [*np.flatnonzero(ids == ids[0]).tolist(), len(ids)]
         if len(bounds) == len(new) + 1:  # else the end of a word and the next added token formed another added token
             for word, begin, end in zip(new, bounds, bounds[1:], strict=False):
@@ -268,6 +271,8 @@ class WordMemo:
         self._first, self._first_of_part, self._other = (
             _Words(tokenizer, before=before, check=self._check) for before in places
         )
+        self._last: dict[tuple[str, bool], tuple[list[str], list[bytes]]] = {}
+        """Words and ids of the last text's parts; whether one is the first matters. Pairs have a prompt twice."""
 
     def encode(self, text: str) -> WordEncoding | None:
         """Return the tokens of a text without special tokens around it; None if the tokenizer must encode it."""
@@ -277,15 +282,24 @@ class WordMemo:
         encoded: list[bytes] = []
         firsts: dict[int, _Words] = {}
         find = self._pipeline.words.findall
+        # The split alternates between texts and added tokens.
+        parts = [(part, i % 2 == 1) for i, part in enumerate(self._added.split(text)) if part]
+        keys = [(part, number == 0) for number, (part, _) in enumerate(parts)]
+        last, self._last = self._last, {}
+        new = {
+            key: [key[0]] if is_added else find(key[0])
+            for key, (_, is_added) in zip(keys, parts, strict=True)
+            if key not in last
+        }
         try:
-            # The split alternates between texts and added tokens.
-            parts = [find(part) if i % 2 == 0 else [part] for i, part in enumerate(self._added.split(text)) if part]
             if not self._pipeline.has_blanks:
-                self._other.learn(chain.from_iterable(found[1:] for found in parts))
-            for found in parts:
+                self._other.learn(chain.from_iterable(found[1:] for found in new.values()))
+            for key in keys:
                 first = firsts[len(words)] = self._first_of_part if words else self._first
-                encoded.append(first[found[0]])
-                encoded += map(self._other.__getitem__, found[1:])
+                if key not in last:
+                    last[key] = new[key], [first[new[key][0]], *map(self._other.__getitem__, new[key][1:])]
+                found, ids = self._last[key] = last[key]
+                encoded += ids
                 words += found
         except _Unfamiliar:
             return None
