@@ -39,6 +39,8 @@ TEXT = "program.mlir"
 """StableHLO as text, for the compiler of another environment."""
 ORDER = "order"
 """Key of a request: chips in the order of the program's partitions; absent for the topology's own."""
+SPLIT_RESULTS = "split_results"
+"""Key of a request: results are sharded as the compiler propagates it; absent where they are whole on each device."""
 ENVIRONMENT = "environment"
 """Key of a request: folder of the environment whose libtpu compiles; absent for the one that asks."""
 
@@ -183,6 +185,8 @@ def _compiled(request: dict[str, Any], text: bytes, *, topology: Any) -> tuple[A
     )
     options.executable_build_options.use_spmd_partitioning = partitions > 1
     options.executable_build_options.use_shardy_partitioner = False
+    if request.get(SPLIT_RESULTS):
+        options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     devices, client = [topology.devices[at] for at in order], topology.devices[0].client
     arguments, is_run = request["arguments"], request.get("form") == "stablehlo"
     shardings = [mesh.sharding_text(argument["axes"]) for argument in arguments] if partitions > 1 else None

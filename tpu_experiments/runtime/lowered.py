@@ -50,6 +50,9 @@ class Lowered:
     num_adapters: int = 1
     """Adapters that a training step trains, each on a batch of its own."""
     form: Literal["hlo", "stablehlo"] = "hlo"
+    has_split_results: bool = False
+    """Whether the compiler decides how results are sharded that overwrite nothing, as torch_xla lets it (spmd);
+    otherwise each device has them whole, which differs for the keys and values of prompts alone."""
 
     @property
     def num_partitions(self) -> int:

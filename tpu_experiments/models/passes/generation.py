@@ -31,7 +31,7 @@ from tpu_experiments.models.passes.forward import (
 )
 from tpu_experiments.runtime.base import Batch, Runtime
 from tpu_experiments.runtime.host_copies import on_host
-from tpu_experiments.runtime.ops import LoopCall, Tensors, with_slot
+from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors, with_slot
 
 
 class FreshCache:
@@ -399,6 +399,7 @@ class Bucket:
         pads_B = torch.tensor([self.length - len(ids) for ids in prompts], dtype=torch.int32)
         more = {} if shape is None else {"shape": shape}
         batch = put({"ids": ids_BT, "pads": pads_B, "uniforms": uniforms_BN[:, 0].contiguous(), **more}, rows_dim=0)
+        self.state = {}  # frees the cache of the batch before
         self.state = self.prefill_program(batch)
         yield self._on_host({name: self.state.pop(name) for name in NEW})
         for call in range(decoder.num_calls):
@@ -434,12 +435,13 @@ class Bucket:
         layers = cache.kept()
         if not layers:
             raise _no_cache(module)
+        layers = [tuple(self._by_rows(tensor) for tensor in kept) for kept in layers]
         slot = torch.full((1,), self.length - 1, device=ids_BT.device, dtype=torch.int32)
-        ids_BS = nn.functional.pad(ids_BT, (0, self.num_slots + 1 - self.length))
+        ids_BS = self._by_rows(nn.functional.pad(ids_BT, (0, self.num_slots + 1 - self.length)))
         how = {"uniform_B": batch["uniforms"], "shape": batch.get("shape")}
         state, new = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, **how)
         found = dict(zip(("ids", "slot"), state, strict=True)) | {"pads": pads_B} | _named(layers)
-        return found | {name: tensor[None] for name, tensor in zip(NEW, new, strict=True)}
+        return found | self._whole(tuple(tensor[None] for tensor in new))
 
     def generate_tokens(self, batch: Batch) -> dict[str, Tensor]:
         """Generate N more tokens in `state`; returns `NEW` of them, (N, B) each (decoding program)."""
@@ -463,7 +465,7 @@ class Bucket:
         consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
         call = LoopCall(body, carry=carry, xs=(batch["uniforms"].T,), consts=consts)
         changed, new = self.decoder.runtime.loop(call)
-        return dict(zip(names, changed, strict=True)), dict(zip(NEW, new, strict=True))
+        return dict(zip(names, changed, strict=True)), self._whole(new)
 
     def next_state(
         self, state: dict[str, Tensor], *, pads_B: Tensor, uniform_B: Tensor, shape: Tensor | None
@@ -483,6 +485,14 @@ class Bucket:
             )
         written, new = self._with_next(logits_BV, ids_BS, slot, pads_B=pads_B, uniform_B=uniform_B, shape=shape)
         return (*written, *_named(cache.kept()).values()), new
+
+    def _whole(self, new: Tensors) -> dict[str, Tensor]:
+        """Return `NEW` by name, whole on every device, so that the host reads them from any."""
+        constrain = self.decoder.runtime.constrain
+        return {name: constrain(tensor, axes=()) for name, tensor in zip(NEW, new, strict=True)}
+
+    def _by_rows(self, tensor: Tensor) -> Tensor:
+        return self.decoder.runtime.constrain(tensor, axes=BY_ROWS)
 
     def _masks(self, pads_B: Tensor, *, slot: Tensor) -> Any:
         """Return the model's `attention_mask` for one token; None where a state has seen all tokens before it."""

@@ -1,6 +1,7 @@
 """Lower the two programs that generate text (models/passes/generation.py) on placeholders."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def lowered_decoding(decoder: Decoder, *, length: int, with_shape: int = 0) -> t
             renewed=lambda out: [(bucket.state[name], tensor) for name, tensor in out[0].items()],
             as_run=bucket.decode_program,
         )
-    return read, written
+    return replace(read, has_split_results=True), written
 
 
 def _ids(*shape: int) -> Tensor:
