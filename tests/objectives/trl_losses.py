@@ -130,13 +130,13 @@ def of_ours(name: str, module: Any) -> Any:
     return loss_of
 
 
-def stepped(module: nn.Module, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+def stepped(module: nn.Module, loss: Tensor, *, rate: float = RATE) -> tuple[float, dict[str, Tensor]]:
     """Take a step of gradient descent, and return loss and gradients."""
     names, own = zip(*module.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, own)
     with torch.no_grad():
         for parameter, grad in zip(own, grads, strict=True):
-            parameter.sub_(RATE * grad)
+            parameter.sub_(rate * grad)
     return loss.item(), dict(zip(names, grads, strict=True))
 
 

@@ -275,7 +275,7 @@ class Preference(Objective):
         """Return the sums of `SUMS` of every pair, (D, K)."""
         logps, reference, lengths = (torch.from_numpy(each)[:, None] for each in (values_D2, reference_D2, lengths_D2))
         reference = reference if self.has_reference else torch.zeros_like(reference)
-        pairs = Pairs(logps, reference, lengths, weights_RP=torch.ones_like(logps[..., 0]))
+        pairs = Pairs(logps, reference, lengths, weights_RP=torch.ones_like(logps[..., 0]), settings={})
         found: Column = torch.cat(self.columns(pairs), 1).numpy()
         return found
 
