@@ -146,7 +146,7 @@ def compared(model: str, name: str) -> dict[str, float]:
     objective = Policy(**own, **CLIP, max_weight=MAX_WEIGHT, computing=Computing(chunk_tokens=24))
     trainer = of_trl(settings, theirs, copy.deepcopy(theirs))
     theirs.train()
-    rate = RATES.get(settings["loss"], 0.02)
+    rate = RATES.get(settings["loss"], 0.04)
     found: dict[str, float] = defaultdict(float)
     for number in range(ROLLOUTS):
         given = trainer.given = made_rollout(number, vocab=VOCAB)
