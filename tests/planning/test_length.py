@@ -57,6 +57,23 @@ def test_samples_at_the_ends_only_are_two() -> None:
     assert length.eval_seconds == 5 * (2 * 8) * 0.25 + 2 * 48 * 0.125
 
 
+def test_a_loss_that_compares_with_a_reference_reads_every_row_of_an_epoch_before() -> None:
+    config = composed(
+        "hw=v6e1", "objective=dpo", "data=stories_pairs_ro", "curriculum=single", "curriculum.stages.main.epochs=2"
+    )
+    stages = resolve_stages(config)
+    outside, rows = OutsideSteps(8.0, 8, reference_batch_seconds=0.25), 30 * stages[0].geometry.global_rows
+    how = {"steps": {"main": 60}, "times": {"main": STEP}}
+    length, _ = run_length(config, stages, outside=outside, **how)
+    assert length is not None
+    assert length.parts["reference"] == rows / 8 * 0.25
+    assumed, _ = run_length(config, stages, outside=OutsideSteps(8.0, 8), **how)
+    assert assumed is not None
+    assert assumed.reference_seconds == pytest.approx(30 * 0.5 * FORWARD_SHARE)
+    there = assumed.seconds - sum(seconds for name, seconds in assumed.parts.items() if name != "reference")
+    assert there == pytest.approx(assumed.reference_seconds)
+
+
 def test_an_epoch_is_assumed_until_its_data_is_prepared() -> None:
     """687,000 tokens, four fifths of them trained on, three times, in steps of 16 x 896."""
     (stage,) = resolve_stages(composed("model=qwen05b", "data=uk_law", "hw=v5e8"))

@@ -87,6 +87,23 @@ def test_the_parts_of_the_step_are_reported(planned: tuple[Path, dict[str, Any],
 
 
 @pytest.mark.slow
+def test_the_pass_of_a_reference_is_compiled_and_counted(tmp_path: Path) -> None:
+    pairs = ("objective=dpo", "data=stories_pairs_ro", "curriculum=single", "curriculum.stages.main.epochs=2")
+    prepared = plan(tmp_path, *ONE_LAYER, *pairs, task="prepare")
+    assert prepared.returncode == 0, prepared.stderr[-3000:]
+    done = plan(tmp_path, *ONE_LAYER, *pairs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "plans" / "p" / "plan.json").read_text())
+    programs = {program["name"]: program for program in found["programs"]}
+    assert list(programs)[:3] == ["train", "eval", "reference"]
+    seconds = programs["reference"]["estimated_seconds"]
+    assert 0 < seconds < programs["train"]["estimated_seconds"]
+    # Every row of an epoch once: as many batches as half of the steps have micro-batches.
+    batches = found["run"]["seconds"]["reference"] / seconds
+    assert batches == pytest.approx(found["run"]["stages"][0]["steps"] / 2 * found["accumulation"])
+
+
+@pytest.mark.slow
 def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:
     folder, first, _ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())

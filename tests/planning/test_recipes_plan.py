@@ -19,4 +19,5 @@ def test_a_recipe_fits_its_hardware(recipe: str) -> None:
     assert plan.time.total_s > 0
     is_silent = recipe.startswith("diffusion_") or recipe.endswith(("_mlm", "_rtd", "_classify"))  # shows no sample
     writes = [] if is_silent else ["sample"]
-    assert [program.name for program in plan.programs] == ["train", "eval", *writes]
+    compares = ["reference"] if config.objective.reads_reference() else []
+    assert [program.name for program in plan.programs] == ["train", "eval", *compares, *writes]

@@ -98,5 +98,6 @@ def _too_small(hw: HwConfig, *, chip: str) -> Comparison:
 def _cost_there(run: RunLength, *, hw: HwConfig, tokens_per_second: float) -> Cost:
     stages = tuple(replace(s, step_seconds=s.tokens / s.steps / tokens_per_second) for s in run.stages)
     slower = sum(s.seconds for s in stages) / run.parts["training"]
-    there = replace(run, stages=stages, compile_seconds=0.0, eval_seconds=run.eval_seconds * slower)
+    evaluating, reference = run.eval_seconds * slower, run.reference_seconds * slower
+    there = replace(run, stages=stages, compile_seconds=0.0, eval_seconds=evaluating, reference_seconds=reference)
     return cost_of(there, price=hw.price, num_devices=hw.num_devices, calibration=Calibration())

@@ -29,6 +29,8 @@ class OutsideSteps:
     """Seconds of one token of the sample; None where that was not compiled."""
     compile_seconds: float | None = None
     """Seconds to compile all programs on this machine."""
+    reference_batch_seconds: float | None = None
+    """Seconds of one batch, of as many rows, of the pass before the first step; None where it was not compiled."""
 
 
 def run_length(
@@ -63,7 +65,13 @@ def run_length(
     notes.append("checkpoints of adapters are written in the background and take no time")
     setup = SETUP_SECONDS + outside.base_gib * config.hw.num_devices / READ_GIB_PER_SECOND
     compiling = outside.compile_seconds or 0.0
-    length = RunLength(tuple(lengths), eval_seconds=eval_seconds, compile_seconds=compiling, setup_seconds=setup)
+    length = RunLength(
+        tuple(lengths),
+        eval_seconds=eval_seconds,
+        reference_seconds=reference_seconds(config, stages, lengths=lengths, outside=outside),
+        compile_seconds=compiling,
+        setup_seconds=setup,
+    )
     return length, notes
 
 
@@ -120,3 +128,22 @@ def evaluating_seconds(
     per_source = max(1, rows // len(config.data))
     batches = len(config.data) * -(-per_source // outside.eval_rows)
     return num_evaluations * batches * outside.eval_batch_seconds + sampling, []
+
+
+def reference_seconds(
+    config: Config, stages: Sequence[Stage], *, lengths: Sequence[StageLength], outside: OutsideSteps
+) -> float:
+    """Return the seconds of the pass over every row of an epoch, before the first step; 0 where no loss needs it.
+
+    Where it was not compiled, a row takes a third of its part of a training step.
+    """
+    if not config.objective.reads_reference():
+        return 0.0
+    seconds = 0.0
+    for stage, length in zip(stages, lengths, strict=True):
+        rows = length.steps * stage.geometry.global_rows / max(1.0, stage.epochs or 1.0)
+        of_row = length.step_seconds * FORWARD_SHARE / stage.geometry.global_rows
+        if outside.reference_batch_seconds is not None:
+            of_row = outside.reference_batch_seconds / outside.eval_rows
+        seconds += rows * of_row
+    return seconds

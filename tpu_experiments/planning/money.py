@@ -32,6 +32,8 @@ class RunLength:
 
     stages: tuple[StageLength, ...]
     eval_seconds: float = 0.0
+    reference_seconds: float = 0.0
+    """Seconds of the pass before the first step whose values a loss compares with."""
     checkpoint_seconds: float = 0.0
     compile_seconds: float = 0.0
     setup_seconds: float = 0.0
@@ -45,6 +47,7 @@ class RunLength:
         return {
             "training": sum(stage.seconds for stage in self.stages),
             "evaluation": self.eval_seconds,
+            **({"reference": self.reference_seconds} if self.reference_seconds else {}),
             "checkpoints": self.checkpoint_seconds,
             "compiling": self.compile_seconds,
             "idle set-up": self.setup_seconds,
@@ -139,7 +142,7 @@ def cost_of(run: RunLength, *, price: PriceConfig | None, num_devices: int, cali
     usd = hourly.times(hours)
     error = calibration.relative_error
     # The error is that of a step; compiling, set-up and checkpoints are taken as assumed.
-    uncertain = (run.parts["training"] + run.parts["evaluation"]) / HOUR
+    uncertain = (run.parts["training"] + run.eval_seconds + run.reference_seconds) / HOUR
     span = None if error is None else (hours - error * uncertain, hours + error * uncertain)
     low, high = span or (hours, hours)
     spot = _amounts(price.spot_range if price else [], low=low * num_devices, high=high * num_devices)

@@ -172,6 +172,7 @@ def with_length(plan: Plan, *, run: Traced, programs: Sequence[Planned]) -> Plan
         base_gib=plan.memory.classes.get("base weights", 0.0),
         eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
         eval_batch_seconds=seconds.get("eval"),
+        reference_batch_seconds=seconds.get("reference"),
         sample_token_seconds=seconds.get("sample"),
         compile_seconds=sum(p.compiled.seconds for p in programs),
     )

@@ -77,8 +77,10 @@ def with_run(
 
 
 def counted_only(config: Config) -> Iterator[Program]:
-    """Yield evaluation, sample and questions as programs that are counted but not compiled."""
+    """Yield evaluation, reference, sample and questions as programs that are counted but not compiled."""
     yield Program("eval", (), "held-out rows", None)
+    if config.objective.reads_reference():
+        yield Program("reference", (), "rows of an epoch", None)
     if samples(config):
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
     if config.questions:

@@ -1,4 +1,4 @@
-"""Lower every program of the run on placeholders: training step, evaluation, sample, questions."""
+"""Lower every program of the run on placeholders: training step, evaluation, reference, sample, questions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.evaluation import WORDS, evaluating
 from tpu_experiments.training.pack import Pack, part_of
+from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.step import ACTIVE, stage_tensors
 
 Shape = tuple[int, int, int]
@@ -43,7 +44,7 @@ class Traced:
     shapes: dict[str, Shape]
     """Batch shape (A, R, T) of each stage, by name."""
     programs: list[Lowered]
-    """One training program per shape, then evaluation, sample and questions."""
+    """One training program per shape, then evaluation, reference, sample and questions."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -64,6 +65,8 @@ def trace_run(config: Config, *, which: str) -> Traced:
     which = which if pack is None else "train"  # the others are the runs' own, one after the other
     if which == "all":
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(stages, runtime=runtime)))
+    if which == "all" and config.objective.reads_reference():
+        programs.append(lowered_reference(trainer, shape=evaluation_shape(stages, runtime=runtime)))
     if which == "all" and samples(config):
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts)))
     if which == "all" and config.questions:
@@ -165,6 +168,20 @@ def lowered_evaluation(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
             batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=row_arrays(trainer.config)),
             rows_dim=0,
             as_run=trainer.evaluator.program,
+        )
+    return lowered
+
+
+def lowered_reference(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
+    """Lower the values of one batch of rows that the loss compares with."""
+    reference = ReferencePass(trainer, parameters=trainer.evaluated_parameters)
+    with evaluating(trainer.model.module):
+        lowered: Lowered = trainer.runtime.lower(
+            reference.values,
+            name="reference",
+            batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=row_arrays(trainer.config)),
+            rows_dim=0,
+            as_run=reference.program,
         )
     return lowered
 
