@@ -2,19 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 TINY_JOB = ("model=tiny", "data=[sample_text,sample_chat]")
 SHORT_ROWS = "model.row_tokens=128"
 """Of the tiny model in tests, where short rows are quick."""
-QUICK_COMPILES = "--xla_backend_optimization_level=0" + (
-    " --xla_cpu_use_fusion_emitters=false" if find_spec("torch_xla") else ""
-)
-"""XLA_FLAGS of tests. LLVM's level: four test files took 121 s of CPU without it, 69 s with it.
-
-Fusions emitted as LLVM IR rather than through MLIR: a run of `debug=smoke` takes 10.0 in the place of 11.4 s of CPU.
-torch_xla 2.9.0 knows that flag; a library that does not know one ends the process.
-"""
 IS_OVERRIDE = re.compile(r"[^-].*=|~")
 
 
