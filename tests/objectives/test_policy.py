@@ -178,4 +178,4 @@ def test_rloo_is_not_divided_by_the_spread_of_a_group() -> None:
     assert PolicyConfig(name="grpo").problems(prepare) == []
     assert PolicyConfig(name="grpo", loss="rloo", scale="none").problems(prepare) == []
     (problem,) = PolicyConfig(name="grpo", loss="rloo").problems(prepare)
-    assert problem.startswith("objective.scale=group with objective.loss=rloo;")
+    assert problem.startswith("scale=group with loss=rloo;")

@@ -45,7 +45,7 @@ class PolicyConfig(ObjectiveConfig):
         """Return what is wrong with the settings."""
         if self.leaves_one_out() and self.scale == "group":
             return [
-                f"objective.scale=group with objective.loss={self.loss}; advantages without the answer itself are not "
-                "divided by the spread of the group; use objective.scale=none or batch."
+                f"scale=group with loss={self.loss}; advantages without the answer itself are not "
+                "divided by the spread of the group; use scale=none or batch."
             ]
         return []
