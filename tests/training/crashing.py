@@ -42,7 +42,8 @@ class Death:
     """One life that ended in a kill."""
 
     kind: str
-    """`instant`, drawn from the wall time of a whole run, or `save`, while a checkpoint was being written."""
+    """`instant`, drawn from the wall time of a whole run, `save`, while a checkpoint was being written, or the line of
+    the output after which it came."""
     seconds: float
     """From the start of the process."""
     done: int
@@ -111,6 +112,17 @@ class Run:
                 time.sleep(delay)
                 return self._kill(process, "save", started)
             time.sleep(0.0005)
+        return self._is_done(process)
+
+    def kill_after_line(self, text: str, *, delay: float) -> bool:
+        """A life until `delay` seconds after its output has `text`; False when it was done before."""
+        started, process, output = time.monotonic(), self.start(), self.folder / "output"
+        begun = output.stat().st_size
+        while process.poll() is None:
+            if text.encode() in output.read_bytes()[begun:]:
+                time.sleep(delay)
+                return self._kill(process, text, started) if process.poll() is None else self._is_done(process)
+            time.sleep(0.01)
         return self._is_done(process)
 
     def _kill(self, process: Life, kind: str, started: float) -> bool:

@@ -74,6 +74,14 @@ def test_pairs_of_each_data_set_are_recognised(tmp_path, name):
     assert pair.unread == unread
 
 
+def test_scores_in_text_are_numbers(tmp_path):
+    """A CSV file has no others: contradictions in it were not told."""
+    for text, number in (("8.5", 8.5), (" 9 ", 9.0), ("1e1", 10.0)):
+        assert pair_of(tmp_path, {**ULTRAFEEDBACK, "score_chosen": text}).scores == (number, 4.0)
+    for no_number in ("good", "", "nan", float("nan"), True, [1], 10**400):
+        assert pair_of(tmp_path, {**ULTRAFEEDBACK, "score_chosen": no_number}).scores is None
+
+
 def test_scores_are_of_both_answers_or_not_read(tmp_path):
     assert pair_of(tmp_path, ULTRAFEEDBACK).scores == (8.5, 4.0)
     assert pair_of(tmp_path, SOURCES["argilla_turns"][0]).scores == (5.0, 3.0)

@@ -123,12 +123,23 @@ def label_of(record: Record, *, spec: SourceSpec) -> bool:
 
 def scores_of(record: Record) -> tuple[float, float] | None:
     """Return the scores of the chosen and of the rejected answer; None where they are not two numbers."""
-    found = [record.peek(*names) for names in SCORES]
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) and each == each for each in found):
+    chosen, rejected = (_number(record.peek(*names)) for names in SCORES)
+    if chosen is None or rejected is None:
         return None
     for names in SCORES:
         record.find(*names)
-    return float(found[0]), float(found[1])
+    return chosen, rejected
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, also one in text, as CSV has it; None of anything else and of NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):  # a whole number may be larger than any float
+        return None
+    return found if found == found else None
 
 
 def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpec, unread: set[str]) -> list[Turn]:
