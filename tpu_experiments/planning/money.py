@@ -32,14 +32,14 @@ class RunLength:
 
     stages: tuple[StageLength, ...]
     eval_seconds: float = 0.0
-    reference_seconds: float = 0.0
-    """Seconds of the pass before the first step whose values a loss compares with."""
     checkpoint_seconds: float = 0.0
     compile_seconds: float = 0.0
     setup_seconds: float = 0.0
     """Seconds in which the chips are idle: environment, download and loading of the weights."""
     notes: tuple[str, ...] = ()
     """Assumptions behind the figures, one sentence each."""
+    reference_seconds: float = 0.0
+    """Seconds of the pass before the first step whose values a loss compares with."""
 
     @property
     def parts(self) -> dict[str, float]:
