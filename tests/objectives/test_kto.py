@@ -96,9 +96,6 @@ def test_the_loss_is_the_formula(make_run):  # noqa: F811
         assert found.measures["rewards/accuracies"] == float((torch.where(good, r - z, z - r) > 0).double().mean())
         zs += z.tolist()
     assert min(zs) == 0 < 0.01 < max(zs), "rows with a z of 0, and with more"
-    assert objective.document_scores(run.model.module, run.parameters, rows).losses_RT.sum() == pytest.approx(
-        float(sums.sum()), abs=1e-4
-    )
 
 
 @pytest.mark.parametrize("are_pairs", [False, True], ids=["single", "pairs"])

@@ -29,10 +29,9 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.masking import num_examples
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.passes.forward import target_weights
-from tpu_experiments.models.passes.loss import Scores
 from tpu_experiments.objectives.base import REFERENCE, Computing, Objective, Rows, Summary
 from tpu_experiments.objectives.next_token import next_token_losses
-from tpu_experiments.objectives.preference import Preference, by_segment, last_learnt
+from tpu_experiments.objectives.preference import Preference, by_segment
 
 SUMS = (
     *("loss", "good", "bad", "rewards_good", "rewards_bad", "logps_good", "logps_bad"),
@@ -158,15 +157,6 @@ class Kto(Objective):
         if own["good"] and own["bad"]:
             measures["rewards/margins"] = measures["rewards/chosen"] - measures["rewards/rejected"]
         return Summary(own["loss"] / num, round(num), measures)
-
-    def document_scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
-        """Return loss of an answer and whether it is on its label's side of z, before its last learnt token."""
-        with torch.no_grad():
-            answers = self.answers(module, parameters, rows)
-            at_RST = last_learnt(rows, num_segments(rows), step=1) * answers.weights_RS[..., None]
-            losses_RS, right_RS = self.losses(answers), self._is_right(answers)
-            spread = [(at_RST * each_RS[..., None]).sum(1) for each_RS in (losses_RS, right_RS, answers.weights_RS)]
-        return Scores(spread[0].sum(1), answers.weights_RS.sum(1), *spread)
 
     def _is_right(self, answers: Answers) -> Tensor:
         above_RS = answers.logps_RS - answers.reference_RS - answers.kl_RS

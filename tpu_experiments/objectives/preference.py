@@ -280,17 +280,6 @@ class Preference(Objective):
         return found
 
 
-def last_learnt(rows: Rows, num: int, *, step: int) -> Tensor:
-    """Return 1 at the position before the last learnt token of segments step, 2 step, ..., float32 (R, num, T)."""
-    segments_RT, learnt_RT = rows["segments"], target_weights(rows)[1]
-    # The number of learnt tokens of a segment from here to its end: 1 at the last.
-    number_P = step * torch.arange(1, num + 1, dtype=torch.int32, device=segments_RT.device)
-    own_RPT = (segments_RT[:, None] == number_P[:, None]) & (learnt_RT > 0)[:, None]
-    after_RT = learnt_RT.flip(1).cumsum(1).flip(1)
-    least_RP1 = torch.where(own_RPT, after_RT[:, None], torch.inf).amin(-1, keepdim=True)
-    return (own_RPT & (after_RT[:, None] == least_RP1)).to(torch.float32)
-
-
 def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None) -> Tensor:
     """Return the sum of the tokens' values of segments 1, 2, ... of every row, (R, S).
 
