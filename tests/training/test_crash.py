@@ -1,12 +1,13 @@
 """Killed runs go on: the same records, rows and bytes as of one left alone; on other devices, up to rounding.
 
-tests/benchmarks/crash.py kills 50 times.
+tests/benchmarks/crash.py kills 50 times, crash_preferring.py a run on preferences nine times.
 """
 
 import random
 
 import pytest
 
+from tests.benchmarks.crash_preferring import references, run_in
 from tests.forks import REPOSITORY
 from tests.training.crashing import Run, require_equal
 
@@ -45,6 +46,19 @@ def test_a_run_of_torch_xla_goes_on_under_another_release_of_torch(runtime, whol
     ((step, _),) = moved.resumes
     assert 2 <= step < 8
     require_same_losses(moved, left_alone)
+
+
+@pytest.mark.slow
+def test_a_run_on_preferences_goes_on_with_the_same_reference_records_and_bytes(tmp_path):
+    """Killed in its reference pass, and between two records, of which the second has the measures of all its steps."""
+    killed, left_alone = run_in(tmp_path / "killed"), run_in(tmp_path / "whole")
+    left_alone.finish()
+    killed.kill_after_line("reference 8 x 128: compiled", delay=0.0)
+    killed.kill_after_line("checkpoint of step 4", delay=0.0)
+    killed.finish()
+    assert killed.deaths, "on a busy machine the second may come when the run has ended"
+    require_equal(killed, left_alone)
+    assert references(killed) == references(left_alone)
 
 
 @pytest.mark.slow

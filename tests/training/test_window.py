@@ -10,9 +10,10 @@ from tpu_experiments.training.meters import Pending, Window
 from tpu_experiments.training.step import StepOutput
 
 
-def pending(step: int, loss: float, rows: list[float]) -> Pending:
+def pending(step: int, loss: float, rows: list[float], *, reported: list[float] | None = None) -> Pending:
     labels = [f"wiki:{i + 10 * step}" for i in range(len(rows))]
     output = StepOutput(torch.tensor(loss), torch.tensor(0.5), torch.tensor([rows]), torch.tensor(8.0))
+    output.reported = None if reported is None else torch.tensor(reported)
     return Pending(step, 1e-3, labels, 64, output)
 
 
@@ -37,6 +38,25 @@ def test_a_record_that_a_checkpoint_cut_in_two_is_the_mean_of_both_parts():
     assert ours.supervised == expected.supervised == [8.0] * 5
     assert (ours.num_steps, ours.num_tokens, expected.num_steps) == (3, 192, 5)
     assert after.carried == []
+
+
+def test_what_an_objective_reports_is_of_both_parts_too():
+    steps = [pending(i, 1.0, [1.0], reported=[0.1 * i, 2.0]) for i in range(1, 6)]
+    whole, first, second, third = Window(), Window(), Window(), Window()
+    whole.read(steps)
+    first.pending = steps[:2]
+    second.carry(*first.open())
+    assert second.open() == first.open()
+    second.pending = steps[2:4]
+    third.carry(*second.open())
+    third.read(steps[4:])
+    (expected,), (ours,) = whole.drain(), third.drain()
+    assert ours.reported_sums == expected.reported_sums
+    assert len(ours.reported) == 5
+    unknown = Window()
+    unknown.carry(*first.open()[:2])  # of a checkpoint that has none
+    unknown.read(steps[2:])
+    assert unknown.drain()[0].reported_sums == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

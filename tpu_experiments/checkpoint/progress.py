@@ -123,6 +123,8 @@ class Progress:
     """(step, loss) of the steps since the last log record; the next record's mean includes them."""
     open_supervised: list[float] = field(default_factory=list)
     """Supervised tokens of each of these steps."""
+    open_reported: list[list[float]] = field(default_factory=list)
+    """Sums that the objective reports of each of these steps; empty if it reports none, or they are not known."""
     data: dict[str, str] = field(default_factory=dict)
     """Audit hash of the training data by `<source>@<row length>`."""
 

@@ -110,8 +110,8 @@ class Reading:
     """Number of leading entries of `losses` that an earlier process of the run computed."""
     loss_scale: float | None = None
     """Factor of the last step's loss; None outside float16."""
-    reported: list[float] = field(default_factory=list)
-    """Sums over the finite steps that the objective reports; empty if it reports none, or a step is not known."""
+    reported: list[list[float]] = field(default_factory=list)
+    """Sums that the objective reports, of each entry of `losses`; empty if it reports none, or a step is not known."""
     shares: list[list[float]] = field(default_factory=list)
     """Shares of the codes -1, 0 and 1 by layer, of the last finite step; empty if not computed."""
 
@@ -119,6 +119,11 @@ class Reading:
     def mean_loss(self) -> float:
         """Return the mean over the finite steps of the record; NaN without any."""
         return sum(loss for _, loss in self.losses) / len(self.losses) if self.losses else math.nan
+
+    @property
+    def reported_sums(self) -> list[float]:
+        """Return the sums of `reported` over the steps; empty if they are not known."""
+        return [sum(column) for column in zip(*self.reported, strict=True)]
 
     @property
     def num_steps(self) -> int:
@@ -141,21 +146,38 @@ class Window:
     """(step, loss) of steps since the last record that an earlier process trained; the next record includes them."""
     carried_supervised: list[float] = field(default_factory=list)
     """Supervised tokens of each of them."""
+    carried_reported: list[list[float]] = field(default_factory=list)
+    """What the objective reports of each of them; empty where that is not known."""
 
-    def open(self) -> tuple[list[tuple[int, float]], list[float]]:
-        """Return (step, loss) of every finite step since the last record, and its supervised tokens.
+    def open(self) -> tuple[list[tuple[int, float]], list[float], list[list[float]]]:
+        """Return (step, loss) of every finite step since the last record, its supervised tokens, and what is reported.
 
-        Waits for the device. A checkpoint stores both.
+        Waits for the device. A checkpoint stores all three.
         """
-        reading = read_reports(self.pending) if self.pending else None
-        losses, supervised = (reading.losses, reading.supervised) if reading is not None else ([], [])
-        return self.carried + losses, self.carried_supervised + supervised
+        if not self.pending:
+            return self.carried, self.carried_supervised, self.carried_reported
+        reading = self._read(self.pending)
+        return reading.losses, reading.supervised, reading.reported
 
-    def carry(self, losses: Sequence[tuple[int, float]], supervised: Sequence[float]) -> None:
+    def carry(
+        self,
+        losses: Sequence[tuple[int, float]],
+        supervised: Sequence[float],
+        reported: Sequence[Sequence[float]] = (),
+    ) -> None:
         """Begin the next record with the values that `open` returned in an earlier process of the run."""
         known = len(supervised) == len(losses)
         self.carried = list(losses)
         self.carried_supervised = list(supervised) if known else [math.nan] * len(losses)
+        self.carried_reported = [list(each) for each in reported]
+
+    def _read(self, steps: list[Pending]) -> Reading:
+        return read_reports(
+            steps,
+            carried=self.carried,
+            carried_supervised=self.carried_supervised,
+            carried_reported=self.carried_reported,
+        )
 
     def close(self) -> list[Pending]:
         """Return the steps collected so far, and start a new record."""
@@ -164,9 +186,9 @@ class Window:
 
     def read(self, steps: list[Pending]) -> None:
         """Read the reports of `steps` from the device (waits for it) into the inbox."""
-        carried, supervised = self.carried, self.carried_supervised
+        reading = self._read(steps)
         self.carry([], [])
-        self.inbox.put(read_reports(steps, carried=carried, carried_supervised=supervised))
+        self.inbox.put(reading)
 
     def unread(self) -> Reading | None:
         """Return the reports of steps without a record yet, which are kept; waits for the device."""
@@ -187,13 +209,17 @@ class Window:
 
 
 def read_reports(
-    steps: list[Pending], *, carried: Sequence[tuple[int, float]] = (), carried_supervised: Sequence[float] = ()
+    steps: list[Pending],
+    *,
+    carried: Sequence[tuple[int, float]] = (),
+    carried_supervised: Sequence[float] = (),
+    carried_reported: Sequence[list[float]] = (),
 ) -> Reading:
     """Read the reports of `steps` from the device, after the losses `carried` over a resume."""
     losses, each = list(carried), list(carried_supervised)
     skipped: list[Skipped] = []
     supervised, grad_norm = 0.0, math.nan
-    reported: list[list[float]] = []
+    reported = list(carried_reported)
     finite: StepOutput | None = None
     for pending in steps:
         output = pending.output
@@ -218,8 +244,8 @@ def read_reports(
     assert last.output is not None
     shares = [] if finite is None or finite.shares is None else on_host(finite.shares).tolist()
     scale = _value(last.output.loss_scale)
-    sums = [] if carried else [sum(column) for column in zip(*reported, strict=True)]
-    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, reported=sums, shares=shares)
+    known = reported if len(reported) == len(losses) else []
+    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, reported=known, shares=shares)
 
 
 def _value(tensor: Tensor | None) -> float | None:

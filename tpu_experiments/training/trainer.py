@@ -579,7 +579,8 @@ class Trainer:
         """
         self.wait_and_record()
         self.guard_unread_steps()
-        self.progress.open_losses, self.progress.open_supervised = self.window.open()
+        progress = self.progress
+        progress.open_losses, progress.open_supervised, progress.open_reported = self.window.open()
         with self.watch.measure("checkpoint"), self.meters.excluded():
             step = self.progress.step
             if leaves:
@@ -607,7 +608,7 @@ class Trainer:
         if found is not None:
             found.reopen(steps_by_stage(self.inputs, config=self.config))
             self.progress = found
-            self.window.carry(found.open_losses, found.open_supervised)
+            self.window.carry(found.open_losses, found.open_supervised, found.open_reported)
             self.saver.use_start_fingerprints(found.start_marks)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
 
@@ -780,7 +781,7 @@ class Trainer:
             self.guard.observe(reading, self.progress)
             self.guard.decide(reading, self.progress.guard)
             meters = self.meters.values(reading)
-            measures = self.objective.measures(reading.reported) if any(reading.reported) else {}
+            measures = self.objective.measures(sums) if any(sums := reading.reported_sums) else {}
             measures.pop("loss", None)  # the record has the mean of the steps' losses
             self.outputs.training(
                 reading,
