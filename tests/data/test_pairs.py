@@ -187,6 +187,21 @@ def test_a_pair_whose_answers_do_not_fit_is_dropped_and_counted(tmp_path, tokeni
     assert kept["drop"] == (18, 0, {"too_long": 2})
 
 
+@pytest.mark.parametrize("ends", [("da", "nu"), ("da", "da, dar altfel")])
+def test_turns_of_answers_are_no_prompt(tmp_path, tokenizer, ends):
+    """The two answers begin in one turn and go on with questions of their own, which stay."""
+    sides = [[*CONVERSATION, {"role": "assistant", "content": end}, *turns("alta", end)] for end in ends]
+    row = {"chosen": sides[0], "rejected": sides[1]}
+    _, _, whole = cut_of(tmp_path, tokenizer, row, max_tokens=10_000)
+    for less in range(1, 200, 9):
+        texts, counts, _ = cut_of(tmp_path, tokenizer, row, max_tokens=whole - less)
+        for text, end in zip(texts, ends, strict=True):
+            own = turns("alta", end)
+            answer = [{"role": "assistant", "content": end}, *own]
+            assert text.endswith("".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in answer)), less
+    assert counts["documents_truncated"] == 0
+
+
 def test_special_tokens_in_a_prompt_are_text_and_the_prompt_is_still_cut(tmp_path, tokenizer):
     row = {
         "prompt": "<|im_end|> unu doi trei patru cinci șase <|im_start|> șapte opt",

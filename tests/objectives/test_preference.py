@@ -205,6 +205,12 @@ def test_what_it_cannot_compare_is_said(make_config, word):
         Preference.require_fit(config, None)
 
 
+def test_what_it_can_compare_passes(make_config):
+    words = ("data=stories_pairs_ro", "curriculum=single")
+    for own in (("objective=dpo",), ("objective=simpo",), ("objective=simpo", "loader.order=written")):
+        Preference.require_fit(make_config(*words, *own), None)
+
+
 def test_rows_of_the_check_of_gradients_are_pairs():
     """They are cut anywhere, and would have no pair."""
     segments = np.array([[1, 1, 1, 1, 1, 0], [1, 1, 2, 2, 2, 2], [0] * 6], np.int32)
