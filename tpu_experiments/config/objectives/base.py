@@ -51,6 +51,13 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def planned_as(self) -> "ObjectiveConfig | None":
+        """Return settings whose lines of conf/tuned.yaml hold as well; None where the step has another cost.
+
+        Its own lines hold in any case.
+        """
+        return None
+
     def inputs(self) -> dict[str, float]:
         """Return the values of settings that rows carry into programs: other values need no other program.
 
