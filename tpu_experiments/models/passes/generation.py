@@ -7,7 +7,7 @@ uniform number a token, made on the host, so they are the same on every device f
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
 candidates."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from tpu_experiments.models.passes.forward import (
     first_position,
     in_attention_form,
 )
-from tpu_experiments.runtime.base import Batch, Runtime
+from tpu_experiments.runtime.base import Batch, Held, Runtime
 from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors, with_slot
 
@@ -261,8 +261,12 @@ class Decoder:
 
     Args:
         module: a model whose layers are not folded, on the runtime's device.
-        num_rows: rows of every batch; rows without a prompt are filled and computed as well.
+        num_rows: rows of every batch, rounded up to a multiple of the devices that split them; rows without a prompt
+            are filled and computed as well.
         tokens_per_call: N.
+        weights: returns the module's tensors by name, where they are replaced between calls (training/merged.py).
+        is_alone: whether the runtime has no programs but these: then no other shapes of theirs are compiled. Otherwise
+            the caller declares `program_shapes` with those of its own.
     """
 
     def __init__(
@@ -275,9 +279,13 @@ class Decoder:
         max_new_tokens: int,
         tokens_per_call: int,
         seed: int,
+        weights: Held = dict,
+        is_alone: bool = True,
     ) -> None:
-        self.module, self.runtime, self.choice, self.num_rows = module.eval(), runtime, choice, num_rows
-        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.module, self.runtime, self.choice = module.eval(), runtime, choice
+        parts = runtime.folding.row_shards if runtime.folding is not None else 1
+        self.num_rows = -(-num_rows // parts) * parts
+        self.max_new_tokens, self.seed, self.weights, self.is_alone = max_new_tokens, seed, weights, is_alone
         self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
         self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
         self.buckets: dict[int, Bucket] = {}
@@ -348,7 +356,8 @@ class Decoder:
         """Yield new tokens (R, n) and log-probabilities of R prompts after each read."""
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
-            self._expect()
+            if self.is_alone:
+                self.runtime.expect(self.program_shapes(self.buckets))
         # Row by row, so that an answer does not depend on the rows beside it.
         filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
@@ -366,14 +375,15 @@ class Decoder:
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64)))
         return random.random(1 + self.num_calls * self.tokens_per_call, dtype=np.float32)
 
-    def _expect(self) -> None:
+    def program_shapes(self, buckets: Iterable[int]) -> dict[str, set[tuple[int, ...]]]:
+        """Return the shapes that the programs of these buckets are compiled for, as `Runtime.expect` takes them."""
         shapes: dict[str, set[tuple[int, ...]]] = {}
-        for length in self.buckets:
+        for length in buckets:
             shapes |= {
                 f"read {length}": {(self.num_rows, length)},
                 f"write {length}": {(self.num_rows, self.tokens_per_call)},
             }
-        self.runtime.expect(shapes)
+        return shapes
 
 
 class Bucket:
@@ -384,9 +394,11 @@ class Bucket:
         self.num_slots = length + decoder.num_calls * decoder.tokens_per_call
         """S of keys and values; token ids have one more, as the last token is read by nothing."""
         self.state: dict[str, Tensor] = {}
-        runtime = decoder.runtime
-        self.prefill_program = runtime.program(self.prefill, name=f"read {length}")
-        self.decode_program = runtime.program(self.generate_tokens, name=f"write {length}", held=lambda: self.state)
+        runtime, weights = decoder.runtime, decoder.weights
+        self.prefill_program = runtime.program(self.prefill, name=f"read {length}", held=weights)
+        self.decode_program = runtime.program(
+            self.generate_tokens, name=f"write {length}", held=lambda: {**self.state, **weights()}
+        )
 
     def generate(
         self, prompts: Sequence[list[int]], uniforms_BN: Tensor, *, shape: Tensor | None
