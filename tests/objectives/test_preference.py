@@ -141,9 +141,9 @@ def test_measures_of_documents_are_those_of_their_rows(make_run, settings):
     moved(run)
     values = objective.reference_values(run.model.module, run.parameters, rows)
     lengths = by_segment(rows["segments"], rows["learn"].float())
-    documents = [each[:, :4].reshape(COUNT, 2).double().numpy() for each in (values, reference, lengths)]
-    sums = objective.document_sums(*documents)
-    assert sums.shape == (COUNT, len(SUMS))
+    sums = objective.document_sums(*(each[:, :6].double().numpy() for each in (values, reference, lengths)))
+    assert sums.shape == (COUNT // 2, 3, len(SUMS)), "the third place is empty"
+    sums = sums[:, :2].reshape(COUNT, -1)
     expected = objective.summary(objective.sums(run.model.module, run.parameters, rows).tolist())
     found = objective.measures(sums.sum(0))
     assert abs(expected.measures["rewards/margins"]) > 1e-3
@@ -206,11 +206,12 @@ def test_points_of_a_pack_report_the_measures_of_their_own_rows(make_run, make_c
 
 
 def test_kl_is_the_mean_log_ratio_of_the_answers_tokens_and_a_tie_counts_half():
-    documents = np.array([[[-4.0, -6.0], [-1.0, -9.0]], [[-5.0, -5.0], [-1.0, -6.0]], [[2.0, 4.0], [1.0, 3.0]]])
-    found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*documents).sum(0))
+    rows = np.array([[[-4.0, -6.0, -1.0, -9.0]], [[-5.0, -5.0, -1.0, -6.0]], [[2.0, 4.0, 1.0, 3.0]]])
+    found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*rows).sum((0, 1)))
     assert found["kl"] == pytest.approx((1 - 1 + 0 - 3) / 10)
     assert found["rewards/margins"] == pytest.approx(0.5 * (2 + 3) / 2)
-    assert Preference().measures(Preference().document_sums(*documents[[0, 0, 2]]).sum(0))["rewards/accuracies"] == 0.5
+    tied = Preference().document_sums(*rows[[0, 0, 2]]).sum((0, 1))
+    assert Preference().measures(tied)["rewards/accuracies"] == 0.5
 
 
 def test_smoothing_of_labels_belongs_to_two_losses():

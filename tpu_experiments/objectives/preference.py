@@ -271,12 +271,14 @@ class Preference(Objective):
             found["kl"] = (own["rewards_chosen"] + own["rewards_rejected"]) / (self.beta * tokens)
         return found
 
-    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
-        """Return the sums of `SUMS` of every pair, (D, K)."""
-        logps, reference, lengths = (torch.from_numpy(each)[:, None] for each in (values_D2, reference_D2, lengths_D2))
+    def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
+        """Return the sums of `SUMS` of every pair, (N, P, K)."""
+        each = (torch.from_numpy(given).unflatten(1, (-1, 2)) for given in (values_NS, reference_NS, lengths_NS))
+        logps, reference, lengths = each
         reference = reference if self.has_reference else torch.zeros_like(reference)
-        pairs = Pairs(logps, reference, lengths, weights_RP=torch.ones_like(logps[..., 0]), settings={})
-        found: Column = torch.cat(self.columns(pairs), 1).numpy()
+        weights = (lengths.amin(-1) > 0).double()
+        pairs = Pairs(logps, reference, lengths.clamp(min=1), weights, settings={})
+        found: Column = torch.stack(self.columns(pairs), -1).numpy()
         return found
 
 
