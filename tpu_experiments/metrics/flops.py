@@ -464,6 +464,11 @@ def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = Tru
     )
 
 
+def scored_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of a decoder whose head is a single row, forward and for both gradients."""
+    return replace(decoder_flops(config, arch, seq_len=seq_len), head=6.0 * int(_value(arch, "hidden_size")))
+
+
 def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config, has_global: bool = False) -> FlopsPerToken:
     """Return FLOPs per token of masked language modelling with full training.
 

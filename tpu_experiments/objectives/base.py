@@ -326,6 +326,7 @@ def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None
     learnt = objective_class(config)
     head, causal = learnt.head, learnt.causal
     more: dict[str, Any] = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
-    if config.objective.reads_labels:
-        more["labels"] = config.objective.known_labels() or ASSUMED_LABELS
+    labels = config.objective.known_labels() or (ASSUMED_LABELS if config.objective.reads_labels else None)
+    if labels is not None:
+        more["labels"] = labels
     return make(config.model, seed=config.seed, **more)

@@ -133,7 +133,7 @@ class Preference(Objective):
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of pairs; with a part for the chosen answers' tokens, their number too, (2,)."""
-        lengths_RP2, weights_RP = _lengths(rows)
+        lengths_RP2, weights_RP = lengths_of(rows)
         return torch.stack(self._parts(weights_RP, lengths_RP2[..., 0] * weights_RP)).sum((1, 2)).squeeze(0)
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class Preference(Objective):
     def pairs(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Pairs:
         """Return the pairs of the rows with their log-probabilities."""
         losses_RT, weights_RT = next_token_losses(module, parameters, rows, computing=self.computing)
-        lengths_RP2, weights_RP = _lengths(rows)
+        lengths_RP2, weights_RP = lengths_of(rows)
         reference_RP2 = torch.zeros_like(lengths_RP2)
         if self.has_reference:
             reference_RP2 = by_segment(rows["segments"], rows[REFERENCE.name]).unflatten(1, (-1, 2))
@@ -234,9 +234,9 @@ class Preference(Objective):
             -logps_RP2[..., 0],
             *lengths_RP2.unbind(-1),
             *rewards_RP2.unbind(-1),
-            _chosen_is_higher(rewards_RP2),
+            chosen_is_higher(rewards_RP2),
             *logps_RP2.unbind(-1),
-            _chosen_is_higher(logps_RP2),
+            chosen_is_higher(logps_RP2),
         ]
 
     def summary(self, sums: Sequence[float]) -> Summary:
@@ -293,12 +293,12 @@ def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None
     return torch.where(segments_RT[:, None] == number_S[:, None], values_RT[:, None], 0.0).sum(-1)
 
 
-def _chosen_is_higher(values_RP2: Tensor) -> Tensor:
+def chosen_is_higher(values_RP2: Tensor) -> Tensor:
     """Return 1 where the chosen answer has the higher value, 0.5 where they are equal, else 0, (R, P)."""
     return (1 + torch.sign(values_RP2[..., 0] - values_RP2[..., 1])) / 2
 
 
-def _lengths(rows: Rows) -> tuple[Tensor, Tensor]:
+def lengths_of(rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the answers' tokens (R, P, 2), at least 1, and 1 where a place has two answers (R, P)."""
     lengths_RP2 = by_segment(rows["segments"], target_weights(rows)[1]).unflatten(1, (-1, 2))
     return lengths_RP2.clamp(min=1.0), (lengths_RP2.amin(-1) > 0).to(torch.float32)

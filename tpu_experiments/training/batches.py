@@ -142,7 +142,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         max_bytes=int(loader.cache_gib * GIB),
         read_ahead_bytes=loader.read_ahead_mib * MIB,
     )
-    labels = config.objective.known_labels()
+    labels = config.objective.known_labels() if config.objective.reads_labels else None
     return Preparation(
         config.prepare,
         folder,

@@ -8,6 +8,7 @@ from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionCo
 from tpu_experiments.config.objectives.next_token import NextTokenConfig
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
+from tpu_experiments.config.objectives.reward import RewardConfig
 
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "next_token": NextTokenConfig,
@@ -17,6 +18,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "masked_diffusion": MaskedDiffusionConfig,
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), PreferenceConfig),
     "kto": KtoConfig,
+    "reward": RewardConfig,
 }
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())

@@ -30,6 +30,8 @@ class ObjectiveConfig:
     """Whether it also reads single answers with a label (`format=unpaired`); only where it reads pairs."""
     lr_factor: ClassVar[float] = 1.0
     """Factor of `model.lr`, where `optim.lr` is null."""
+    asks_questions: ClassVar[bool] = True
+    """Whether its runs answer the questions of their data, or refuse them; False leaves them out."""
     counts_flops: ClassVar[bool] = True
     """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
     ranked_by: ClassVar[str | None] = None
@@ -40,7 +42,10 @@ class ObjectiveConfig:
     """Why its runs share no program with others (config/packs.py)."""
 
     def known_labels(self) -> list[str] | None:
-        """Return the labels in the order of their numbers; None where it has none, or they are not known yet."""
+        """Return the labels in the order of their numbers; None where it has none, or they are not known yet.
+
+        Without `reads_labels` they are the names of a head's outputs in the model's config.
+        """
         return None
 
     def with_labels(self, labels: list[str]) -> "ObjectiveConfig":
