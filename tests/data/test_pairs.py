@@ -22,7 +22,8 @@ from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, Du
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.page import audit_pages
-from tpu_experiments.data.audit.summary import answers_text, audit_table
+from tpu_experiments.data.audit.summary import answers_text, audit_table, pairs_text
+from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.blocks import read_texts
 from tpu_experiments.data.steps.pack import FlatTokens, flatten, pack
@@ -95,6 +96,8 @@ def test_a_pair_is_two_segments_beside_each_other(tmp_path, tokenizer, packing):
     source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
     found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,), packing=packing)["x"]
     packed = all_rows(found, "train", 256)
+    batch = Batch(packed.ids_NT, packed.learn_NT, packed.positions_NT, packed.segments_NT, labels=[])
+    assert batch.num_answers == 2 * len(rows)
     wanted = {
         tuple(map(tuple, (chosen.tolist(), rejected.tolist()))): (first, second)
         for tokens in tokens_of(documents_of(tmp_path, rows), tokenizer)
@@ -183,8 +186,15 @@ def test_a_pair_whose_answers_do_not_fit_is_dropped_and_counted(tmp_path, tokeni
         train = manifest["splits"]["train"]
         kept[long_documents] = (train["documents"], train["documents_truncated"], manifest["documents_reported"])
         assert train["documents_split"] == 0
+        assert manifest["noticed"]["pairs"]["count"] == 20
+        left_out = {"split": 1, "drop": 2}[long_documents]
+        assert f"20 to train, {left_out} of them too long for a row but counted here, chosen" in plain(manifest)
     assert kept["split"] == (19, 1, {"too_long": 1})
     assert kept["drop"] == (18, 0, {"too_long": 2})
+
+
+def plain(manifest):
+    return pairs_text(manifest).replace("\xa0", " ")
 
 
 @pytest.mark.parametrize("ends", [("da", "nu"), ("da", "da, dar altfel")])
