@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -366,19 +366,32 @@ def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int, *, weigh
     return sum(split["tokens"] for split in splits) / max(1, sum(split["rows"] for split in splits))
 
 
+class BatchedRows(Protocol):
+    """What steps are fed from: rows of prepared data in their order, or of a rollout."""
+
+    def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
+        """Return the batch of a step of the stage, as `OrderedRows.batch` does."""
+        ...
+
+    def total_for(self, epochs: float) -> int | None:
+        """Return the number of positions in that many epochs; None where all have rows."""
+        ...
+
+
 def step_batches(
-    rows: ReplayedRows,
+    rows: BatchedRows,
     stage: Stage,
     *,
     num_steps: int,
     config: Config,
     first: int,
+    stop: int | None = None,
     process: tuple[int, int],
     added: Mapping[str, Tensor],
     draws: bool,
     skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
-    """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
+    """Yield the batches of a stage from step `first` up to `stop`, or its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
     `skipped_steps` count in the schedule and have no batch. `added` goes into every batch (training/step.py).
@@ -389,7 +402,7 @@ def step_batches(
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
     last = next((step for step in range(num_steps - 1, first, -1) if step not in skipped_steps), first)
-    for step in range(first, num_steps):
+    for step in range(first, num_steps if stop is None else stop):
         if step in skipped_steps:
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
