@@ -48,6 +48,11 @@ MAY_CHANGE = (
     "loader.host_to_device_transfer_threads",
     "loader.read_ahead_mib",
     "loader.cache_gib",
+    "rollout.reward_workers",
+    "rollout.reward_memory_gib",
+    "rollout.url",
+    "rollout.adapter_folder",
+    "rollout.max_seconds",
     "sample.prompts",
     "sample.at",
     "output_dir",
@@ -128,13 +133,16 @@ def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
     Secrets are left out, since a run stays the same with another token for the same data. Keys that older runs lack are
-    left out at values that have no effect (`UNSET`, `ADDED`, and `start` without `start.run`).
+    left out at values that have no effect (`UNSET`, `ADDED`, `start` without `start.run`, and `rollout` where nothing is
+    sampled).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
     kept = without_added(kept)
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
     if config.start.run is None:
         kept = {key: value for key, value in kept.items() if not key.startswith("start.")}
+    if not config.objective.samples_rollouts:
+        kept = {key: value for key, value in kept.items() if not key.startswith("rollout.")}
     found: dict[str, Any] = redacted(kept)
     return found
 

@@ -32,6 +32,7 @@ GROUPS = {
     "curriculum": "stages, in order",
     "lora": "adapters; none trains every weight",
     "objective": "what is learnt from a row of tokens",
+    "rollout": "answers that the model writes in training, and their rewards (objective=grpo)",
     "optim": "optimizer",
     "schedule": "learning rate over a stage",
     "sharding": "what is split over the devices",

@@ -5,6 +5,10 @@ from typing import Any
 
 from tpu_experiments.config.fields import number
 
+BUILT_IN = "tpu_experiments.rewards.functions"
+FUNCTIONS = ("exact", "number", "regex", "length", "json_schema")
+"""Rewards of that module."""
+
 
 @dataclass
 class RewardConfig:
@@ -18,3 +22,8 @@ class RewardConfig:
     """Further arguments by keyword."""
     max_seconds: float = number(default=5.0, above=0)
     """Time on the clock for one answer; one that takes longer has no reward."""
+
+    @property
+    def full_name(self) -> str:
+        """Return package.module.name of the function."""
+        return self.function if "." in self.function else f"{BUILT_IN}.{self.function}"

@@ -20,6 +20,7 @@ from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, Shardin
 from tpu_experiments.config.objectives import OBJECTIVES
 from tpu_experiments.config.objectives.base import ObjectiveConfig, OwnObjectiveConfig
 from tpu_experiments.config.places import place
+from tpu_experiments.config.rollout_schema import RolloutConfig
 from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
     DoctorTaskConfig,
@@ -505,6 +506,7 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sweeping: SweepingConfig = field(default_factory=SweepingConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)
 
@@ -547,6 +549,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_adafactor": AdafactorConfig,
         "base": OwnOptimConfig,
     },
+    "rollout": {"base": RolloutConfig},
     "schedule": {"base": ScheduleConfig},
     "sharding": {"base": ShardingConfig},
     "trainer": {"base": TrainerConfig},

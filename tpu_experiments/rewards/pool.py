@@ -34,7 +34,6 @@ from tpu_experiments.config.reward_schema import RewardConfig
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.data.steps.workers import end_with_parent, start_server, usable_cores
 
-BUILT_IN = "tpu_experiments.rewards.functions"
 START_SECONDS = 120.0
 """Time for a process to start and to import the functions."""
 KEY = "rollout.rewards"
@@ -143,7 +142,7 @@ class RewardPool:
         problems = [
             problem
             for name, reward in rewards.items()
-            for problem in target_problems(full_name(reward), key=f"{KEY}.{name}", setting="function")
+            for problem in target_problems(reward.full_name, key=f"{KEY}.{name}", setting="function")
         ]
         if problems:
             raise ConfigError("\n".join(problems))
@@ -257,14 +256,9 @@ def _is_busy(worker: _Worker) -> bool:
     return worker.job is not None or not worker.is_ready
 
 
-def full_name(reward: RewardConfig) -> str:
-    """Return package.module.name of a reward's function."""
-    return reward.function if "." in reward.function else f"{BUILT_IN}.{reward.function}"
-
-
 def source_sha256(reward: RewardConfig) -> str | None:
     """Return the SHA-256 of the file that has the reward's function; None if it is not Python."""
-    spec = importlib.util.find_spec(full_name(reward).rpartition(".")[0])
+    spec = importlib.util.find_spec(reward.full_name.rpartition(".")[0])
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
@@ -293,7 +287,7 @@ def _serve(connection: Connection, parent: int, rewards: Mapping[str, RewardConf
 
 
 def _located(reward: RewardConfig, *, key: str) -> Function:
-    module_name, _, name = full_name(reward).rpartition(".")
+    module_name, _, name = reward.full_name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name)
     except Exception as error:

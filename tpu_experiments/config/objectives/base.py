@@ -28,6 +28,8 @@ class ObjectiveConfig:
     """Whether it compares the two answers of preference pairs (`data.<name>.kind=preference`)."""
     reads_single: ClassVar[bool] = False
     """Whether it also reads single answers with a label (`format=unpaired`); only where it reads pairs."""
+    samples_rollouts: ClassVar[bool] = False
+    """Whether its rows are answers that the model writes in training (`rollout`)."""
     lr_factor: ClassVar[float] = 1.0
     """Factor of `model.lr`, where `optim.lr` is null."""
     counts_flops: ClassVar[bool] = True

@@ -17,6 +17,7 @@ class PolicyConfig(ObjectiveConfig):
 
     _target_: str = "tpu_experiments.objectives.policy.Policy"
     is_evaluated: ClassVar[bool] = False
+    samples_rollouts: ClassVar[bool] = True
     lr_factor: ClassVar[float] = 1 / 40
     why_alone: ClassVar[str | None] = "a policy objective samples its own rows"
     loss: str = choice("grpo", "dapo", "dr_grpo", "bnpo", "rloo", default="dapo")
