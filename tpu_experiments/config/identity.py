@@ -133,7 +133,7 @@ def identity(config: Config) -> dict[str, Any]:
     """Return the flattened config without the keys that may change; `inf` and `nan` are strings for JSON.
 
     Secrets are left out, since a run stays the same with another token for the same data. Keys that older runs lack are
-    left out at values that have no effect (`UNSET`, `ADDED`, `start` without `start.run`, and `rollout` where nothing is
+    left out at values that have no effect (`UNSET`, `ADDED`, `start` without `start.run`, `rollout` where nothing is
     sampled).
     """
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
