@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
@@ -43,6 +42,7 @@ from tpu_experiments.training.batches import RunInputs, expected_programs, num_s
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger, Shares
 from tpu_experiments.training.outputs import RunOutputs, write_pages
+from tpu_experiments.training.rl import trainer_class
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def train_process(
     watch.seconds.update(start.seconds)
     outputs: RunOutputs | None = None
     argv = [sys.argv[0], *start.arguments]
-    kind: Any = locate(config.trainer._target_, key="trainer")
+    kind = trainer_class(config)
     seat = seat or Alone()
     close_log: Callable[[], None] = stop_run_log
     try:

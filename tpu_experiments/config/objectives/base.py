@@ -53,6 +53,10 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def reads_start(self) -> bool:
+        """Return whether answers are compared with the model as the run starts; with `samples_rollouts`."""
+        return False
+
     def inputs(self) -> dict[str, float]:
         """Return the values of settings that rows carry into programs: other values need no other program.
 

@@ -97,7 +97,7 @@ class TrainedModel:
 
     def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
         """Return the likeliest continuation, by the decoder of task=generate."""
-        how = {"num_rows": 1, "max_new_tokens": num, "tokens_per_call": num, "seed": 0}
+        how: dict[str, Any] = {"num_rows": 1, "max_new_tokens": num, "tokens_per_call": num, "seed": 0}
         decoder = Decoder(self.module, runtime=self.runtime, choice=ChoiceConfig(), **how)
         *_, (written,) = decoder.stream([list(ids)], draws=[0], bucket=len(ids))
         return written
