@@ -126,7 +126,7 @@ def lengths_of(
         ConfigError: a source that cannot be read or is empty.
     """
     found = {}
-    for name, tokens in _each_tokenized(sources, data_size=data_size, preparation=preparation):
+    for name, tokens in each_tokenized(sources, data_size=data_size, preparation=preparation):
         lengths_D = np.concatenate([read_index(tokens.folder, block).lengths_D for block in tokens.block_names])
         held = length_to_hold(lengths_D, kind=tokens.spec.kind)
         is_packed = preparation.settings.packing == "best_fit"
@@ -176,13 +176,13 @@ def labels_of(
 ) -> dict[str, Counts]:
     """Return the label counts of every source, tokenising where needed; arguments and errors as of `lengths_of`."""
     found: dict[str, Counts] = {}
-    for name, tokens in _each_tokenized(sources, data_size=data_size, preparation=preparation):
+    for name, tokens in each_tokenized(sources, data_size=data_size, preparation=preparation):
         blocks = [read_index(tokens.folder, block) for block in tokens.block_names]
         found[name] = label_counts(blocks, code_D=select(blocks, source=sources[name], tokens=tokens).code_D)
     return found
 
 
-def _each_tokenized(
+def each_tokenized(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
 ) -> Iterator[tuple[str, TokenizedSource]]:
     """Yield the tokens of every source, one source after another."""

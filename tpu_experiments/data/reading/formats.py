@@ -83,11 +83,11 @@ MEDIA_OF_TEXTS = ("image", "images", "audio", "audios", "video", "videos")
 _DECODER = StrictDecoder()
 
 
-def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
+def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> Document | Refused:
     """Convert a row to a Document of `spec.format`, which must not be `auto`; a bad row is a Refused.
 
-    Turns after the last answer are dropped. A conversation without an answer, and blank text, are refused without
-    counting as bad rows.
+    Turns after the last answer are dropped. A conversation without an answer, unless `needs_answer` is false, and blank
+    text are refused without counting as bad rows.
     """
     fields = own_fields(row)
     if isinstance(fields, Refused):
@@ -121,7 +121,7 @@ def document_of(row: RawRow, *, spec: SourceSpec) -> Document | Refused:
             unread = _unread(record, spec, inner)
             return replace(pair, group=group, rejected=other, scores=scores, unread=unread)
         turns, tools = _conversation(record, spec, unread=inner)
-        turns = _answered(turns)
+        turns = _answered(turns) or (turns if not needs_answer else [])
         if not turns:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
         document = _chat(turns, tools, identity=identity, place=row.place)
