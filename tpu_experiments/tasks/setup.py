@@ -203,8 +203,11 @@ def prompts_of(config: Config, stages: Sequence[Stage], *, tokenizer: PreTrained
     if not config.objective.samples_rollouts:
         return {}
     preparation = preparation_settings(config, tokenizer=tokenizer)
-    how = {stage.name: {"sources": stage.sources, "seq_len": stage.geometry.seq_len} for stage in stages}
-    return {name: read_prompts(config, preparation=preparation, **own) for name, own in how.items()}
+    found = {}
+    for stage in stages:
+        length = stage.geometry.seq_len
+        found[stage.name] = read_prompts(config, preparation=preparation, sources=stage.sources, seq_len=length)
+    return found
 
 
 def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -637,8 +637,6 @@ def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> di
     found: dict[str, set[tuple[int, ...]]] = {}
     if config.objective.reads_start() or scores_rollouts(config):
         found["score"] = {(g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries}
-        if config.objective.reads_start():
-            found["score start"] = found["score"]
     if config.rollout.sampler == "own":
         bucket, num = prompt_bucket(inputs, config), config.rollout.num_rows
         found[f"read {bucket}"] = {(num, bucket)}

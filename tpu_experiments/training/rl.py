@@ -40,6 +40,7 @@ from tpu_experiments.rewards.advantages import Advantages, advantages
 from tpu_experiments.rewards.pool import Answer, RewardPool, Rewards
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.sealed import DamagedFile
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
 from tpu_experiments.training.batches import prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
@@ -252,27 +253,32 @@ class PolicyTrainer(Trainer):
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""
         number = self.progress.step - self.progress.stage_step + first
-        recorded = self.progress.rollouts.get(str(number))
         with self.idle(), self.watch.measure("rollout"):
-            found = self.store.read(number, sha256=recorded)
+            found = self.stored(number)
             if self.runtime.any_process(found is None):
-                if recorded is not None:
-                    raise TrainingStopped(
-                        f"{self.store.folder}; the rollout before step {number + 1}, which the checkpoint names, is "
-                        "missing; restore the folder, or start again under another name."
-                    )
                 if self.progress.stage_step != first:
                     raise TrainingStopped(
-                        f"{self.store.folder}; the rollout before step {number + 1} is missing, and the parameters "
-                        "that wrote it are gone; restore the folder, or start again under another name."
+                        f"{self.store.path(number)}; it is missing, and the parameters that wrote these answers are "
+                        "gone; restore the file, or start again under another name."
                     )
                 made = self.sampled(stage, rows, first=first, number=number)
                 on_rank_zero(self.runtime, lambda: self.store.write(made))
                 self.runtime.barrier("rollout")
-                found = self.store.read(number)
+                found = self.stored(number)
             assert found is not None, "it is written"
             self.progress.rollouts[str(number)] = self.store.sha256_of(number) or ""
         return found
+
+    def stored(self, number: int) -> Rollout | None:
+        """Return a rollout that is written, whole and as the checkpoint has it; None where there is none.
+
+        Raises:
+            TrainingStopped: it is damaged, or another than the checkpoint names.
+        """
+        try:
+            return self.store.read(number, sha256=self.progress.rollouts.get(str(number)))
+        except DamagedFile as error:
+            raise TrainingStopped(str(error)) from error
 
     def sampled(self, stage: Stage, rows: ReplayedRows, *, first: int, number: int) -> Rollout:
         """Sample an iteration with the current parameters, have it rewarded, and score it where the loss reads that."""
@@ -293,8 +299,7 @@ class PolicyTrainer(Trainer):
         if found is None:  # on other ranks, which read what rank 0 writes
             return made
         rewards, own = found
-        tokens_N = (made.lengths_N - made.prompt_lengths_N).astype(np.int64)
-        learnt_N = np.where(made.is_cut_N & rollout.masks_cut, 0, tokens_N)
+        learnt_N = made.learnt(masks_cut=rollout.masks_cut).sum(1)
         return replace(
             made,
             rewards_NF=rewards.values_NF,
@@ -350,7 +355,7 @@ class PolicyTrainer(Trainer):
 
     def logps_by(self, computed: ReferencePass, made: Rollout, stage: Stage) -> NDArray[np.float32]:
         """Return log-probabilities of the answers' tokens at the tokens themselves, (N, T)."""
-        rows = answer_rows(made)
+        rows = replace(made.rows(masks_cut=False, pad_id=0), more={})
         size = stage.geometry.micro_rows * stage.geometry.num_shards
         parts = list(computed.run(rows, global_rows=size))
         return np.concatenate(parts)[: rows.num_rows].astype(np.float32)
@@ -377,7 +382,7 @@ class PolicyTrainer(Trainer):
             host = tensors_in(content)
             place = self.runtime.place
             start = {name: place(stacked(host, name).clone(), name=name) for name in self.parameters}
-            self.start_score = ReferencePass(self, parameters=start, values_of=self.policy.logps, name="score start")
+            self.start_score = ReferencePass(self, parameters=start, values_of=self.policy.logps, name="score")
         return self.start_score
 
     def rewarded(self, prompts: Sequence[Prompt], made: Rollout) -> tuple[Rewards, Advantages]:
@@ -386,7 +391,7 @@ class PolicyTrainer(Trainer):
         Raises:
             TrainingStopped: none has a reward.
         """
-        rewards = self.rewards.score(self.answers_of(prompts, answers_in(made)))
+        rewards = self.rewards.score(self.answers_of(prompts, [made.answer_ids(row) for row in range(len(prompts))]))
         sentence = rewards.sentence()
         if sentence is not None:
             log.warning("step %d: %s", self.progress.step, sentence)
@@ -417,7 +422,7 @@ class PolicyTrainer(Trainer):
         more = {array.name: rows.more[array.name] for array in self.objective.sampled}  # in the order of a plan
         prefix = ", ".join(stage.sources)
         labels = [f"{prefix}:{index}" for index in found.prompt_index_N.tolist()]
-        self.facts[found.iteration] = facts_of(found, samples=self.config.rollout.samples)
+        self.facts[found.iteration] = self.facts_of(found)
         return RolloutRows(replace(rows, more=more), labels, first)
 
     @contextmanager
@@ -436,13 +441,18 @@ class PolicyTrainer(Trainer):
         steps = [step for step, _ in reading.losses] + [skipped.step for skipped in reading.skipped]
         numbers = sorted({offset + (step - 1 - offset) // updates * updates for step in steps})
         for number in numbers:  # an earlier process may have trained on it
-            if number not in self.facts and (found := self.store.read(number)) is not None:
-                self.facts[number] = facts_of(found, samples=self.config.rollout.samples)
+            if number not in self.facts and (found := self.stored(number)) is not None:
+                self.facts[number] = self.facts_of(found)
         facts = [self.facts[number] for number in numbers if number in self.facts]
         self.facts = {number: own for number, own in self.facts.items() if number >= numbers[-1]}
         names = dict.fromkeys(name for own in facts for name in own)
         means = {name: float(np.nanmean([own[name] for own in facts if name in own])) for name in names}
         return super().measures_of(reading) | means
+
+    def facts_of(self, found: Rollout) -> dict[str, float]:
+        """Return what a log record says of a rollout."""
+        weights = [reward.weight for reward in self.config.rollout.rewards.values()]
+        return facts_of(found, weights=weights, samples=self.config.rollout.samples)
 
     def evaluate(self) -> Evaluation:
         """Evaluate held-out rows, and the rewards of the likeliest answers to held-out prompts."""
@@ -487,26 +497,15 @@ def prompt_indices(rows: ReplayedRows, iteration: int, *, num: int) -> NDArray[n
     return np.array([own.order(epoch)[offset] for epoch, offset in places], np.int64)
 
 
-def answer_rows(made: Rollout) -> Rows:
-    """Return rows of prompts and answers, whose answers are learnt, without further arrays."""
-    index_T = np.arange(made.ids_NT.shape[1], dtype=np.int32)
-    is_token_NT = index_T < made.lengths_N[:, None]
-    is_answer_NT = is_token_NT & (index_T >= made.prompt_lengths_N[:, None])
-    return Rows(made.ids_NT, is_answer_NT, index_T * is_token_NT, is_token_NT.astype(np.int32))
-
-
-def answers_in(made: Rollout) -> list[list[int]]:
-    """Return the ids of the answers, with their end marks."""
-    places = zip(made.ids_NT, made.prompt_lengths_N, made.lengths_N, strict=True)
-    return [own[begin:end].tolist() for own, begin, end in places]
-
-
-def facts_of(found: Rollout, *, samples: int) -> dict[str, float]:
+def facts_of(found: Rollout, *, weights: Sequence[float], samples: int) -> dict[str, float]:
     """Return what a log record says of a rollout, by the names that TRL has for it."""
     values_NF = found.rewards_NF
+    total_N = values_NF @ np.asarray(weights)
+    spreads = [_std(total_S) for total_S in total_N.reshape(-1, samples)]
     tokens_N = found.lengths_N - found.prompt_lengths_N
     advantage_PS = found.advantage_N.reshape(-1, samples)
-    facts = {f"rewards/{name}/mean": _mean(values_NF[:, number]) for number, name in enumerate(found.reward_names)}
+    facts = {"reward": _mean(total_N), "reward_std": _mean(np.array(spreads))}
+    facts |= {f"rewards/{name}/mean": _mean(values_NF[:, number]) for number, name in enumerate(found.reward_names)}
     facts |= {f"rewards/{name}/std": _std(values_NF[:, number]) for number, name in enumerate(found.reward_names)}
     return facts | {
         "frac_reward_zero_std": float((~advantage_PS.any(axis=1)).mean()),
