@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.data_schema import OWN_KEYS
+from tpu_experiments.config.defaults import LANES
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import PACKAGE
@@ -17,6 +18,7 @@ from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
+from tpu_experiments.config.rollout_schema import rollout_problems
 from tpu_experiments.config.schema import (
     Config,
 )
@@ -520,7 +522,7 @@ def _packing(config: Config) -> list[str]:
 
 
 def _objective(config: Config) -> list[str]:
-    return [*config.objective.problems(config.prepare), *_pairs(config)]
+    return [*config.objective.problems(config.prepare), *_pairs(config), *_rollout(config)]
 
 
 def _pairs(config: Config) -> list[str]:
@@ -534,6 +536,63 @@ def _pairs(config: Config) -> list[str]:
         "objective=dpo, or another objective of preferences."
         for source, each in config.data.items()
         if reads_pairs != (each.kind == "preference") and config.task.name not in OF_A_RUN
+    ]
+
+
+def _rollout(config: Config) -> list[str]:
+    """Return what a rollout lacks where the model writes its own rows, and what it sets where there is none."""
+    objective, rollout = config.objective, config.rollout
+    if config.task.name in OF_A_RUN:
+        return []
+    if not objective.samples_rollouts:
+        return [
+            f"rollout.rewards has {name} with objective={objective.name}; the model writes no answers that it could "
+            "reward; use objective=grpo, or leave the reward out."
+            for name in list(rollout.rewards)[:1]
+        ]
+    return [*rollout_problems(rollout, objective=objective.name), *_prompts(config), *_rows_of_rollout(config)]
+
+
+def _prompts(config: Config) -> list[str]:
+    """Return what stages of prompts cannot do."""
+    name = config.objective.name
+    problems = [
+        f"data.{source}.kind={each.kind} with objective={name}; its prompts are the questions of conversations; choose "
+        f"a source of conversations, such as data=gsm8k, or data.{source}.kind=chat for rows that have a question."
+        for source, each in config.data.items()
+        if each.kind == "text"
+    ]
+    given = {f"data.{source}.weight={each.weight}": each.weight is not None for source, each in config.data.items()}
+    given["loader.order=written"] = config.loader.order == "written"
+    for key, stage in config.curriculum.stages.items():
+        given[f"curriculum.stages.{key}.replay={stage.replay}"] = stage.replay > 0
+        given[f"curriculum.stages.{key}.shorter={stage.shorter}"] = stage.shorter > 1
+    return problems + [
+        f"{setting} with objective={name}; it orders prepared rows, and the model writes its own; leave it out."
+        for setting, is_given in given.items()
+        if is_given
+    ]
+
+
+def _rows_of_rollout(config: Config) -> list[str]:
+    """Return where the rows of a step, or of a prompt and its answer, are not those of the rollout."""
+    rollout, trainer = config.rollout, config.trainer
+    rows = {"trainer.global_batch_rows": trainer.global_batch_rows}
+    lengths = {"trainer.seq_len": trainer.seq_len if isinstance(trainer.seq_len, int) else None}
+    for name, stage in config.curriculum.stages.items():
+        rows[f"curriculum.stages.{name}.global_batch_rows"] = stage.global_batch_rows
+        lengths[f"curriculum.stages.{name}.seq_len"] = stage.seq_len
+    of_steps = f"rollout.prompts={rollout.prompts} x samples={rollout.samples} / updates={rollout.updates}"
+    problems = [
+        f"{key}={given}; a step has the {rollout.step_rows} rows of {of_steps}; leave it out, or change these."
+        for key, given in rows.items()
+        if given is not None and given != rollout.step_rows
+    ]
+    return problems + [
+        f"rollout.max_new_tokens={rollout.max_new_tokens} with {key}={length}; it leaves no room for a prompt; use "
+        f"less, or longer rows, {key}={rollout.max_new_tokens + (rollout.max_prompt_tokens or LANES)}."
+        for key, length in lengths.items()
+        if length is not None and rollout.prompt_tokens(length) < 1
     ]
 
 

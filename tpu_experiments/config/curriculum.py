@@ -194,8 +194,14 @@ def _stage_geometry(config: Config, name: str) -> Geometry:
         global_rows=rows * stage.shorter,
         seq_len=seq_len // stage.shorter,
         micro_rows=config.trainer.micro_batch_rows and config.trainer.micro_batch_rows * stage.shorter,
-        key=f"curriculum.stages.{name}.global_batch_rows" if own_batch else "trainer.global_batch_rows",
+        key=f"curriculum.stages.{name}.global_batch_rows" if own_batch else _key_of_rows(config),
     )
+
+
+def _key_of_rows(config: Config) -> str:
+    """Return the setting that the rows of a step are from, where the stage has none."""
+    is_of_rollout = config.objective.samples_rollouts and config.trainer.global_batch_rows is None
+    return "rollout.prompts x samples / updates" if is_of_rollout else "trainer.global_batch_rows"
 
 
 def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[str, ...]]) -> Stage:

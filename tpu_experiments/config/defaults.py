@@ -58,6 +58,8 @@ def rows_of(config: Config, measured: Mapping[str, Lengths] | None = None) -> Ro
     lengths = _known(config) if measured is None else measured
     trainer = config.trainer
     seq_len = trainer.seq_len if isinstance(trainer.seq_len, int) else _row_tokens(config, lengths)
+    if config.objective.samples_rollouts:
+        return Rows(seq_len, trainer.global_batch_rows or config.rollout.step_rows)
     return Rows(seq_len, trainer.global_batch_rows or _global_rows(config, lengths, seq_len=seq_len))
 
 
@@ -82,6 +84,9 @@ def _row_tokens(config: Config, lengths: Mapping[str, Lengths]) -> int:
     """Return a multiple of `LANES` with room for what the rows of every source should hold, limited by the model."""
     known = [lengths[name].row if name in lengths else None for name in config.data]
     longest = None if None in known else max((n for n in known if n is not None), default=None)
+    if config.objective.samples_rollouts:
+        prompt = config.rollout.max_prompt_tokens or longest  # a conversation's, with the answer that it has
+        longest = None if prompt is None else prompt + config.rollout.max_new_tokens
     limits = [config.model.row_tokens, *_position_limits(config)]
     wanted = limits if longest is None else [-(-longest // LANES) * LANES, *limits]
     return min(wanted)

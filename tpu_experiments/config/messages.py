@@ -345,6 +345,11 @@ def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
         if parent == "data" and leaf in get_type_hints(DataSourceConfig):
             return f"{shown}; a setting of data is one of a source; write data.{entries[0]}.{leaf}=VALUE."
         return f"{shown}; {parent}={','.join(entries)} has no {leaf}. {suggest(leaf, {*entries, *choices(parent)})}"
+    if parent == "rollout.rewards":
+        if leaf in choices("reward"):
+            return f"{shown}; {leaf} is not selected; choose it: reward={leaf}."
+        own = f"'+{parent}={{{leaf}: {{function: package.module.name}}}}'"
+        return f"{shown}; there is no reward {leaf}; write {own}, or choose one: reward={', '.join(choices('reward'))}."
     problem = f"{shown}; {parent} has no {leaf}. {suggest(leaf, entries)}"
     if dataclasses.is_dataclass(parent_node._metadata.element_type):
         return f"{problem} A new one is written in a YAML file of conf/{parent.partition('.')[0]}."

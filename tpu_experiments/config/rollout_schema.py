@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.places import place
-from tpu_experiments.config.reward_schema import RewardConfig
+from tpu_experiments.config.reward_schema import FUNCTIONS, RewardConfig
+from tpu_experiments.config.targets import target_problems
 
 
 @dataclass
@@ -60,3 +61,41 @@ class RolloutConfig:
         """Return the largest number of tokens of a prompt in rows of `seq_len` tokens."""
         room = seq_len - self.max_new_tokens
         return room if self.max_prompt_tokens is None else min(room, self.max_prompt_tokens)
+
+
+def rollout_problems(rollout: RolloutConfig, *, objective: str) -> list[str]:
+    """Return what is wrong with the settings by themselves, where answers are sampled for an objective."""
+    key, problems = "rollout.rewards", []
+    if not rollout.rewards:
+        problems.append(
+            f"{key}={{}} with objective={objective}; it learns from what answers are worth, and nothing says that; "
+            f"choose reward={' or '.join(FUNCTIONS)} (several: 'reward=[number,length]'), or name a function of your "
+            f"own: '+{key}={{mine: {{function: package.module.name}}}}'."
+        )
+    elif all(reward.weight == 0 for reward in rollout.rewards.values()):
+        problems.append(f"{key}; all weights are 0, so that every answer is worth the same; give one another weight.")
+    for name, reward in rollout.rewards.items():
+        problems += target_problems(reward.full_name, key=f"{key}.{name}", setting="function")
+    if rollout.num_rows % rollout.updates:
+        problems.append(
+            f"rollout.updates={rollout.updates} does not divide the {rollout.num_rows} answers of rollout.prompts="
+            f"{rollout.prompts} x samples={rollout.samples}; use a divisor of {rollout.num_rows}."
+        )
+    problems += _server_problems(rollout)
+    return problems
+
+
+def _server_problems(rollout: RolloutConfig) -> list[str]:
+    if rollout.sampler == "own":
+        given = {name: getattr(rollout, name) for name in ("url", "model", "adapter_folder")}
+        return [
+            f"rollout.{name}={value} with rollout.sampler=own; no server is asked; leave it out, or use rollout=vllm."
+            for name, value in given.items()
+            if value is not None
+        ]
+    if rollout.url is None or not rollout.url.startswith(("http://", "https://")):
+        return [
+            f"rollout.url={'null' if rollout.url is None else rollout.url} with rollout.sampler={rollout.sampler}; it "
+            "is no address of a server; write one as rollout.url=http://localhost:8000."
+        ]
+    return []

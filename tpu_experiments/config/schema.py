@@ -385,11 +385,12 @@ class TrainerConfig:
     seq_len: Any = number(default="auto", at_least=8, at_most=2**24, word="auto")  # noqa: RUF009 (OmegaConf 2.3 merges no int | str)
     """Tokens per row. `auto` holds 95 % of the prepared texts and 99 % of the conversations (and 98 % of their tokens,
     since what is beyond a row has lost its question), rounded up to a multiple of 128 (the lanes of a TPU tile), or
-    more where packing would leave over 8 % of such rows empty, at most `model.row_tokens`; a resumed run keeps its
-    first value."""
+    more where packing would leave over 8 % of such rows empty, at most `model.row_tokens`; where the model writes its
+    rows itself, there is room for `rollout.max_new_tokens` more. A resumed run keeps its first value."""
     global_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
     """Rows per optimizer step over all devices; null makes steps of `model.step_tokens`, or smaller ones if an epoch
-    would otherwise have fewer than 40 steps. A resumed run keeps its first value."""
+    would otherwise have fewer than 40 steps, and of a rollout steps of rollout.prompts x samples / updates. A resumed
+    run keeps its first value."""
     micro_batch_rows: int | None = number(default=None, at_least=1, at_most=2**24)
     """Rows per device that pass through the model at once; null takes as many as fit into 8,192 tokens. The rest of the
     global batch is accumulated inside the step."""
