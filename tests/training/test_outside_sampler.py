@@ -59,9 +59,9 @@ def draw(
         log_probs: list[float | None] = []
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in body["stop_token_ids"]):
             raw = logits_of(body["prompt"], ids, shift)
-            own = raw / body["temperature"]
+            own = raw / (body["temperature"] or 1.0)
             own -= np.log(np.exp(own).sum())
-            ids.append(int(random.choice(VOCAB, p=np.exp(own))))
+            ids.append(int(random.choice(VOCAB, p=np.exp(own)) if body["temperature"] else raw.argmax()))
             log_probs.append(float((own if mode == "processed" else raw - np.log(np.exp(raw).sum()))[ids[-1]]))
         found.append((ids, log_probs))
     return found
@@ -87,7 +87,14 @@ def server() -> Iterator[VllmServer]:
 
 
 def sampler_of(server: VllmServer | str, folder: Path, **more: Any) -> OutsideSampler:
-    given: dict[str, Any] = {"base": BASE, "decode": decode, "num_tokens": 16, "write": write, "name": "run-1a2b"}
+    given: dict[str, Any] = {
+        "base": BASE,
+        "decode": decode,
+        "num_tokens": 16,
+        "write": write,
+        "name": "run-1a2b",
+        "seed": 0,
+    }
     given |= {name: more.pop(name) for name in list(more) if name in given or name == "watch"}
     url = server if isinstance(server, str) else server.url
     own = {"sampler": "openai", "url": url, "max_new_tokens": NEW, "max_seconds": 20.0} | more
@@ -115,7 +122,7 @@ def test_answers_are_those_that_the_adapter_draws_with_their_log_probabilities(
         body = {
             "prompt": prompt,
             "n": 3,
-            "seed": DRAWS[first],
+            "seed": outside_sampler._seed(0, DRAWS[first]),
             "max_tokens": NEW,
             "stop_token_ids": [END],
             "temperature": 1.0,
@@ -136,6 +143,16 @@ def test_answers_are_those_that_the_adapter_draws_with_their_log_probabilities(
     }
     assert re.fullmatch(r"run-1a2b-v0-[0-9a-f]{8}", first["model"])
     assert dict(sampler.counts) == {"no_logp": 0}
+
+
+def test_likeliest_answers_are_asked_for_one_by_one(server: VllmServer, tmp_path: Path) -> None:
+    sampler = prepared(server, tmp_path, temperature=0.7)
+    found = sampler.sample([[1, 2, 3], [1, 2, 3]], draws=[0, 0], iteration=0, temperature=0.0)
+    assert [body["n"] for body in server.asked] == [1, 1]
+    ids: list[int] = []
+    while len(ids) < NEW and END not in ids:
+        ids.append(int(logits_of([1, 2, 3], ids, 0.5).argmax()))
+    assert found.ids_BN[:, : len(ids)].tolist() == [ids, ids]
 
 
 def test_each_version_has_a_name_and_old_ones_go_before_new_ones_come(server: VllmServer, tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ class VllmServer:
             return error(404, f"The model `{body['model']}` does not exist.")
         if len(body["prompt"]) >= self.max_model_len:
             return error(400, f"This model's maximum context length is {self.max_model_len} tokens.")
+        if body["temperature"] == 0 and body["n"] > 1:
+            return error(400, f"n must be 1 when using greedy sampling, got {body['n']}.")
         choices = []
         for index, (ids, log_probs) in enumerate(self.draw(body, folder)):
             is_stopped = ids[-1] in body["stop_token_ids"]

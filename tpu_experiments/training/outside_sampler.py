@@ -15,6 +15,7 @@ Legend: B answers, N tokens of the longest that is allowed.
 """
 
 import asyncio
+import hashlib
 import itertools
 import json
 import logging
@@ -89,13 +90,12 @@ class _Adapter:
 
 @dataclass(frozen=True)
 class _Group:
-    """Answers to one prompt that are asked for together."""
+    """Answers to a prompt that are asked for together."""
 
-    first: int
-    """Row of the first answer."""
     num: int
     prompt: list[int]
     seed: int
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class OutsideSampler:
         name: begins the adapters' names; of this run alone.
         folder: the adapters' folder, which the server must see under the same path.
         num_tokens: the longest row, prompt and answer.
+        seed: of the run; with a number of `draws` it seeds an answer.
         ends: ids that end an answer, which they are part of.
         vocab_size: ids are below it.
         decode: the tokenizer's text of ids, end marks included.
@@ -134,6 +135,7 @@ class OutsideSampler:
         name: str,
         folder: str,
         num_tokens: int,
+        seed: int,
         ends: Collection[int],
         vocab_size: int,
         decode: Callable[[list[int]], str],
@@ -142,6 +144,7 @@ class OutsideSampler:
     ) -> None:
         self.rollout, self.base, self.name = rollout, rollout.model or base, name
         self.folder, self.num_tokens, self.vocab_size = paths.absolute(folder), num_tokens, vocab_size
+        self.seed = seed
         self.ends, self.decode, self.write, self.watch = frozenset(ends), decode, write, watch
         self.url = (rollout.url or "").rstrip("/").removesuffix("/v1")
         self.counts: Counter[str] = Counter()
@@ -193,6 +196,9 @@ class OutsideSampler:
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
         """Write the adapter and let the server load it; those that are too old for an answer are unloaded.
 
+        Args:
+            version: grows with the optimizer steps.
+
         Raises:
             TrainingStopped: the server does not load it.
         """
@@ -201,7 +207,8 @@ class OutsideSampler:
         adapter = _Adapter(f"{self.name}-v{version}-{digests[:8]}", folder, version)
         if adapter == self._current:
             return
-        kept = range(version - self.rollout.max_lag, version)
+        before = sorted(each.version for each in self._loaded.values() if each.version < version)
+        kept = before[max(0, len(before) - self.rollout.max_lag) :]
         old = [each for each in self._loaded.values() if each.version not in kept and each != adapter]
         # First unloaded, then loaded: the server needs max_lag + 1 places, not one more.
         self._finish(lambda http: self._unload(http, [each.name for each in old]), what="unloads an adapter")
@@ -212,21 +219,29 @@ class OutsideSampler:
         self._current = adapter
         self._finish(self._load, what=f"loads the adapter {adapter.name}")
 
-    def sample(self, prompts: Sequence[list[int]], *, draws: Sequence[int], iteration: int) -> Completions:
-        """Return the answers to prompts, drawn with the temperature of the settings.
+    def sample(
+        self, prompts: Sequence[list[int]], *, draws: Sequence[int], iteration: int, temperature: float | None = None
+    ) -> Completions:
+        """Return an answer to every prompt.
 
-        Neighbours with the same prompt are asked for together, by the first one's number of `draws`; vLLM draws the
-        i-th of them with that number plus i. With these numbers a server may answer alike, which nothing relies on.
+        Neighbours with the same prompt are asked for together, by the first one's number of `draws`; vLLM seeds the
+        i-th of them with that seed plus i. With its seed a server may answer alike, which nothing relies on.
+
+        Args:
+            temperature: in the place of the setting's; 0 takes the likeliest tokens.
 
         Raises:
             TrainingStopped: not all prompts have answers in time, or the server is wrong for this run.
         """
         assert self._current is not None, "prepare comes first"
         self.lag = 0
+        heat = self.rollout.temperature if temperature is None else temperature
         groups = []
-        for _, rows in itertools.groupby(range(len(prompts)), key=lambda row: tuple(prompts[row])):
+        # vLLM gives one likeliest answer a request.
+        for _, rows in itertools.groupby(range(len(prompts)), key=lambda row: tuple(prompts[row]) if heat else row):
             first, *more = rows
-            groups.append(_Group(first, 1 + len(more), list(prompts[first]), draws[first] % 2**63))
+            seed = _seed(self.seed, draws[first])
+            groups.append(_Group(1 + len(more), list(prompts[first]), seed, heat))
         what = f"answers the {len(groups)} prompts of iteration {iteration}"
         answers = self._finish(lambda http: self._answers(http, groups), what=what)
         num = self.rollout.max_new_tokens
@@ -252,8 +267,8 @@ class OutsideSampler:
     # ---- answers -------------------------------------------------------------------------------------------------
 
     async def _answers(self, http: aiohttp.ClientSession, groups: Sequence[_Group]) -> list[_Answer]:
-        if self.rollout.temperature != 1 and not self._has_one_temperature:
-            await self._require_own_temperature(http, groups[0].prompt)
+        if groups[0].temperature not in (0, 1) and not self._has_one_temperature:
+            await self._require_own_temperature(http, groups[0])
         found = await _together([self._answers_of(http, group) for group in groups], watch=self.watch)
         return [answer for answers in found for answer in answers]
 
@@ -271,7 +286,7 @@ class OutsideSampler:
             "prompt": group.prompt,
             "n": group.num,
             "max_tokens": self.rollout.max_new_tokens,
-            "temperature": self.rollout.temperature,
+            "temperature": group.temperature,
             # Said, since otherwise the model's generation_config.json is used: Qwen2.5 has top_p 0.8 and top_k 20.
             **{"top_p": 1.0, "top_k": 0, "min_p": 0.0},
             **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -303,9 +318,9 @@ class OutsideSampler:
             TrainingStopped: further ones will not be better.
         """
         name = answer.get("model") if isinstance(answer, dict) else None
-        adapter = self._loaded.get(str(name))
         assert self._current is not None
-        lag = math.inf if adapter is None else self._current.version - adapter.version
+        versions = {each.name: each.version for each in self._loaded.values()}
+        lag = math.inf if name not in versions else sum(each > versions[name] for each in versions.values())
         if lag > self.rollout.max_lag:
             self.counts["stale"] += group.num
             raise _Wrong(
@@ -362,18 +377,18 @@ class OutsideSampler:
                 f"{own[:40]!r}; it has another tokenizer"
             )
 
-    async def _require_own_temperature(self, http: aiohttp.ClientSession, prompt: list[int]) -> None:
+    async def _require_own_temperature(self, http: aiohttp.ClientSession, group: _Group) -> None:
         """Require log-probabilities of the distribution that is drawn from, by those of one token at two temperatures.
 
         vLLM's default, `--logprobs-mode raw_logprobs`, has them before the temperature, and its answers do not say so.
         """
         gaps = []
-        for temperature in (1.0, self.rollout.temperature):
-            group = _Group(0, 1, prompt, 0)
-            more = {"temperature": temperature, "max_tokens": 1, "logprobs": 2, "return_tokens_as_token_ids": True}
+        for temperature in (1.0, group.temperature):
+            one = _Group(1, group.prompt, 0, temperature)
 
-            async def once(group: _Group = group, more: dict[str, Any] = more) -> list[float]:
-                answer = await self._complete(http, group, **more)
+            async def once(one: _Group = one) -> list[float]:
+                asked = {"max_tokens": 1, "logprobs": 2, "return_tokens_as_token_ids": True}
+                answer = await self._complete(http, one, **asked)
                 try:
                     (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
                     return sorted(top.values(), reverse=True)[:2]
@@ -382,11 +397,11 @@ class OutsideSampler:
 
             first, second = await self._repeated(http, once)
             gaps.append(first - second)
-        expected = gaps[0] / self.rollout.temperature
+        expected = gaps[0] / group.temperature
         if abs(expected - gaps[0]) > ALIKE and abs(gaps[1] - gaps[0]) < abs(gaps[1] - expected):
             raise self._stopped(
                 f"its log-probabilities are those before the temperature, of which rollout.temperature="
-                f"{self.rollout.temperature:g} draws; start it with --logprobs-mode processed_logprobs"
+                f"{group.temperature:g} draws; start it with --logprobs-mode processed_logprobs"
             )
         self._has_one_temperature = True
 
@@ -526,6 +541,11 @@ async def _together(requests: Sequence[Awaitable[Result]], *, watch: Callable[[]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _seed(seed: int, draw: int) -> int:
+    """Return a number below 2**62, to which vLLM adds the number of an answer."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {draw}".encode()).digest()[:8]) >> 2
 
 
 def _log_prob(value: Any) -> float:
