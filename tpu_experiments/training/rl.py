@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -43,12 +43,13 @@ from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
-from tpu_experiments.training.batches import prompt_bucket, scores_rollouts, tokens_per_call
+from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.outside_sampler import OutsideSampler
 from tpu_experiments.training.reference import ReferencePass
+from tpu_experiments.training.rollout_page import shown_iterations
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
 from tpu_experiments.training.trainer import Trainer
 
@@ -191,6 +192,8 @@ class PolicyTrainer(Trainer):
         """Seconds of an iteration by part, of those of this process."""
         self.facts: dict[int, dict[str, float]] = {}
         """What log records say of an iteration."""
+        self.teaches = True
+        """Whether the answers of the current iteration differ in what they are worth."""
         self.start_score: ReferencePass | None = None
         if self.outputs is not None:  # None in a plan
             self.store = RolloutStore(self.outputs.folder.path(FOLDER))
@@ -279,11 +282,26 @@ class PolicyTrainer(Trainer):
                     self.progress.advance(stop)
                     continue
                 found = self.rollout(stage, rows, first=first)
+                self.teaches = bool(found.advantage_N.any())
                 began = time.perf_counter()
                 self.feed_steps(stage, self.rows_of(found, stage, first=first), num_steps=num_steps, stop=stop)
                 self.seconds.setdefault(found.iteration, {})["update"] = time.perf_counter() - began
             self.wait_and_record()
             self.raise_requested_rollback()
+        if not self.progress.peak_lr:
+            log.warning(
+                "rollout.rewards; in %d steps no answer was worth more than another to the same prompt, so nothing was "
+                "learnt; start from a model that is sometimes right (start.run=), ask easier questions, or add a "
+                "reward that tells these answers apart",
+                self.progress.step,
+            )
+
+    def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
+        """Queue one step; one whose answers are all worth the same need not change anything."""
+        before = self.progress.peak_lr
+        super().queue_step(info, batch)
+        if not self.teaches:
+            self.progress.peak_lr = before
 
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""
@@ -499,6 +517,7 @@ class PolicyTrainer(Trainer):
     def evaluate(self) -> Evaluation:
         """Evaluate held-out rows, and the rewards of the likeliest answers to held-out prompts."""
         found = super().evaluate()
+        self.show()
         prompts = self.inputs.prompts[self.inputs.stages[-1].name].held_out[: self.config.trainer.max_eval_rows]
         if not prompts:
             return found
@@ -519,6 +538,18 @@ class PolicyTrainer(Trainer):
         is_cut = [not own or own[-1] not in self.ends for own in ids]
         means |= {"completions/clipped_ratio": np.mean(is_cut)}
         return replace(found, measures=found.measures | {name: float(value) for name, value in means.items()})
+
+    def show(self) -> None:
+        """Write the page of the newest stage's answers; of a file that is damaged the next read says so."""
+        name = self.progress.stages[-1].name if self.progress.stages else None
+        begins = sum(stage.steps for stage in self.progress.stages[:-1])
+        numbers = sorted(int(number) for number in self.numbers if int(number) >= begins)
+        if name is None or not numbers or self.outputs.loggers is None:
+            return
+        with suppress(DamagedFile):
+            shown = [own for number in shown_iterations(numbers) if (own := self.store.read(number)) is not None]
+            if shown:
+                self.outputs.rollouts(self.progress.step, shown, prompts=self.inputs.prompts[name].train)
 
     def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint, and remove what was sampled behind it."""
