@@ -1,4 +1,4 @@
-"""A run on answers that are all worth the same ends with what it began, says so, and leaves its answers as a page."""
+"""A run on answers that are all worth the same ends with what it began, and says so."""
 
 import pytest
 

@@ -2,7 +2,6 @@
 
 <run>/audit.html, audit.json   as written by task=prepare
 <run>/plan.md, plan.json       the compiled plan of the same programs; otherwise estimates, or why there are none
-<run>/rollouts.html            answers that the model wrote, with their rewards
 """
 
 import itertools
@@ -25,7 +24,6 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.data.audit.findings import Finding, audit_findings
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
-from tpu_experiments.data.prompts import Prompt
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.loggers.base import Loggers
@@ -50,8 +48,6 @@ from tpu_experiments.training.lives import Ledger
 from tpu_experiments.training.meters import Meters, Reading
 from tpu_experiments.training.pictures import audit_figure, loss_figure, png_of
 from tpu_experiments.training.result import Ending, result_fields
-from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page
-from tpu_experiments.training.rollouts import Rollout
 from tpu_experiments.training.side_files import side_files
 
 
@@ -295,18 +291,6 @@ class RunOutputs:
         self._scalars(step, {f"skill/{name}": record.right / record.asked for name, record in found.items()})
         for name, record in found.items():
             log.info("step %d, questions %s: %d of %d right", step, name, record.right, record.asked)
-
-    def rollouts(self, step: int, shown: Sequence[Rollout], *, prompts: Sequence[Prompt]) -> None:
-        """Write the page of some iterations, the newest first, and log two answers of that one."""
-        if self.loggers is None:
-            return
-        tokenizer = self.inputs.tokenizer
-        text = rollout_page(shown, prompts=prompts, tokenizer=tokenizer, name=self.folder.name)
-        paths.write_text_atomic(self.folder.path(PAGE), text)
-        lines = answer_lines(shown[0], prompts=prompts, tokenizer=tokenizer)
-        self.loggers.text(step, tag="rollout", text="\n".join(["```", *lines, "```"]))
-        for line in lines:
-            log.info("%s", line)
 
     def export(self, model: BuiltModel, *, stored: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapter in PEFT's layout, or for `lora.r: 0` the whole model.

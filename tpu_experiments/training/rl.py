@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.outside_sampler import OutsideSampler
 from tpu_experiments.training.reference import ReferencePass
-from tpu_experiments.training.rollout_page import shown_iterations
+from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
 from tpu_experiments.training.trainer import Trainer
 
@@ -517,7 +517,6 @@ class PolicyTrainer(Trainer):
     def evaluate(self) -> Evaluation:
         """Evaluate held-out rows, and the rewards of the likeliest answers to held-out prompts."""
         found = super().evaluate()
-        self.show()
         prompts = self.inputs.prompts[self.inputs.stages[-1].name].held_out[: self.config.trainer.max_eval_rows]
         if not prompts:
             return found
@@ -539,17 +538,26 @@ class PolicyTrainer(Trainer):
         means |= {"completions/clipped_ratio": np.mean(is_cut)}
         return replace(found, measures=found.measures | {name: float(value) for name, value in means.items()})
 
-    def show(self) -> None:
-        """Write the page of the newest stage's answers; of a file that is damaged the next read says so."""
-        name = self.progress.stages[-1].name if self.progress.stages else None
-        begins = sum(stage.steps for stage in self.progress.stages[:-1])
-        numbers = sorted(int(number) for number in self.numbers if int(number) >= begins)
-        if name is None or not numbers or self.outputs.loggers is None:
+    def evaluate_stage(self, stage: Stage) -> None:
+        """Evaluate a stage, and show some answers with their rewards."""
+        super().evaluate_stage(stage)
+        if self.runtime.rank == 0:
+            self.show_answers(stage)
+
+    def show_answers(self, stage: Stage) -> None:
+        """Write the page of some rollouts of a stage, and log a prompt of the newest with its best and worst answer."""
+        numbers = [
+            number for number in self.store.iterations() if number >= self.progress.step - self.progress.stage_step
+        ]
+        found = [each for number in shown_iterations(numbers) if (each := self.stored(number)) is not None]
+        if not found:
             return
-        with suppress(DamagedFile):
-            shown = [own for number in shown_iterations(numbers) if (own := self.store.read(number)) is not None]
-            if shown:
-                self.outputs.rollouts(self.progress.step, shown, prompts=self.inputs.prompts[name].train)
+        prompts, tokenizer = self.inputs.prompts[stage.name].train, self.inputs.tokenizer
+        name = str(self.config.name)
+        text = rollout_page(found, prompts=prompts, tokenizer=tokenizer, name=name)
+        write_whole(self.outputs.folder.path(PAGE), text.encode())
+        for line in answer_lines(found[0], prompts=prompts, tokenizer=tokenizer):
+            log.info("%s", line)
 
     def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint, and remove what was sampled behind it."""
