@@ -43,7 +43,7 @@ from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
-from tpu_experiments.training.batches import prompt_bucket, scores_rollouts, tokens_per_call
+from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
@@ -192,6 +192,8 @@ class PolicyTrainer(Trainer):
         """Seconds of an iteration by part, of those of this process."""
         self.facts: dict[int, dict[str, float]] = {}
         """What log records say of an iteration."""
+        self.teaches = True
+        """Whether the answers of the current iteration differ in what they are worth."""
         self.start_score: ReferencePass | None = None
         if self.outputs is not None:  # None in a plan
             self.store = RolloutStore(self.outputs.folder.path(FOLDER))
@@ -280,11 +282,26 @@ class PolicyTrainer(Trainer):
                     self.progress.advance(stop)
                     continue
                 found = self.rollout(stage, rows, first=first)
+                self.teaches = bool(found.advantage_N.any())
                 began = time.perf_counter()
                 self.feed_steps(stage, self.rows_of(found, stage, first=first), num_steps=num_steps, stop=stop)
                 self.seconds.setdefault(found.iteration, {})["update"] = time.perf_counter() - began
             self.wait_and_record()
             self.raise_requested_rollback()
+        if not self.progress.peak_lr:
+            log.warning(
+                "rollout.rewards; in %d steps no answer was worth more than another to the same prompt, so nothing was "
+                "learnt; start from a model that is sometimes right (start.run=), ask easier questions, or add a "
+                "reward that tells these answers apart",
+                self.progress.step,
+            )
+
+    def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
+        """Queue one step; one whose answers are all worth the same need not change anything."""
+        before = self.progress.peak_lr
+        super().queue_step(info, batch)
+        if not self.teaches:
+            self.progress.peak_lr = before
 
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""
