@@ -11,6 +11,7 @@ from tpu_experiments.config.checks import check
 from tpu_experiments.config.compose import require_single_choices
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import sentence
+from tpu_experiments.config.schema import GROUPS
 
 CASES = {
     "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, dora"]),
@@ -363,10 +364,9 @@ def test_a_group_of_one_choice_takes_no_list() -> None:
 
 
 def test_a_local_file_that_is_not_there_is_refused() -> None:
-    groups = ("task", "model", "hw", "curriculum", "lora", "objective", "optim", "schedule", "sharding", "trainer")
-    require_single_choices({**dict.fromkeys(groups, "x"), "local": "default"})
+    require_single_choices({**dict.fromkeys(GROUPS, "x"), "local": "default"})
     with pytest.raises(ConfigError, match=r"^local=mine; there is no conf/local/mine.yaml"):
-        require_single_choices({**dict.fromkeys(groups, "x"), "local": "mine"})
+        require_single_choices({**dict.fromkeys(GROUPS, "x"), "local": "mine"})
 
 
 def test_a_sweeper_that_is_not_installed_is_named_with_what_brings_it() -> None:

@@ -13,6 +13,7 @@ from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prompts import FILE, read_prompts
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.rewards.functions import number
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,11 @@ def read(make_config, tokenizer, tmp_path):
     words = ("curriculum=single", "prepare.packing=pad", "prepare.long_documents=drop")
     base = make_config("trainer.seq_len=96", "rollout.max_new_tokens=16", *words)
 
-    def read(*files, readers=None, sources=None, source=None, **rollout):
+    def read(*files, readers=None, sources=None, source=None, seq_len=None, **rollout):
         data = {path.stem: chat_source(path, **(source or {})) for path in files}
         config = replace(base, data=data, rollout=replace(base.rollout, **rollout))
         preparation = Preparation(config.prepare, str(tmp_path / "prepared"), tokenizer, readers or {})
-        return read_prompts(config, preparation=preparation, sources=sources), config, preparation
+        return read_prompts(config, preparation=preparation, sources=sources, seq_len=seq_len), config, preparation
 
     return read
 
@@ -167,3 +168,13 @@ def test_turns_behind_the_last_answer_are_not_asked(read, tmp_path):
     rows = [{"messages": turns(f"Cât face {n} ori doi?", "Mult.", "Mulțumesc!")} for n in range(20)]
     found, *_ = read(write_lines(tmp_path / "a.jsonl", rows))
     assert all("ori doi" in prompt.text and json.dumps(prompt.row) for prompt in found.train)
+
+
+def test_the_sample_of_gsm8k_has_results_that_the_reward_reads(read):
+    path = REPOSITORY / "tpu_experiments" / "samples" / "gsm8k.jsonl"
+    found, *_ = read(path, seq_len=256)
+    assert len(found.train) + len(found.held_out) > 20
+    for prompt in found.train:
+        assert prompt.row["question"] == prompt.text
+        assert number(prompt.text, prompt.row["answer"], prompt.row) == 1
+        assert number(prompt.text, prompt.row["answer"].rpartition("####")[0], prompt.row) == 1

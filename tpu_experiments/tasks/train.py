@@ -25,6 +25,7 @@ from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.rewards.pool import source_sha256
 from tpu_experiments.runtime.base import Runtime, device_name
 from tpu_experiments.runtime.processes.env import change_flags
 from tpu_experiments.runtime.processes.faults import is_lost
@@ -299,6 +300,8 @@ def make_outputs(
     """
     facts = provenance(config, device=device_name(runtime), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
+    if config.objective.samples_rollouts:
+        facts["rewards"] = {name: source_sha256(reward) for name, reward in config.rollout.rewards.items()}
     estimates = plan_estimates(config, inputs.stages, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)

@@ -25,6 +25,7 @@ from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.checkpoint.state import to_host
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -46,6 +47,7 @@ from tpu_experiments.training.batches import prompt_bucket, scores_rollouts, tok
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
+from tpu_experiments.training.outside_sampler import OutsideSampler
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
 from tpu_experiments.training.trainer import Trainer
@@ -202,8 +204,39 @@ class PolicyTrainer(Trainer):
             self.sampler = self.build_sampler()
 
     def build_sampler(self) -> Sampler:
-        """Create what writes answers."""
-        return OwnSampler(self, ends=self.ends)
+        """Create what writes answers.
+
+        Raises:
+            ConfigError: a server writes them, and the run has several processes, or no adapter.
+        """
+        if self.config.rollout.sampler == "own":
+            return OwnSampler(self, ends=self.ends)
+        return self.outside_sampler()
+
+    def outside_sampler(self) -> OutsideSampler:
+        """Connect to the server that writes answers; errors as of `build_sampler`."""
+        config, inputs, folder = self.config, self.inputs, self.outputs.folder
+        key = f"rollout.sampler={config.rollout.sampler}"
+        if self.runtime.world_size > 1 or self.runtime.hosts.size > 1:
+            raise ConfigError(f"{key} with several processes; one process asks the server; use hw.parallel=spmd.")
+        if config.lora.r == 0:
+            raise ConfigError(f"{key} with lora.r=0; the server loads adapters, and whole models not; set lora.r.")
+        decode = inputs.tokenizer.decode
+        made = OutsideSampler(
+            config.rollout,
+            base=self.model.source.reference,
+            name=f"{folder.name}-{config_hash(config)[:8]}",
+            folder=config.rollout.adapter_folder or folder.path("adapters"),
+            num_tokens=max(stage.geometry.seq_len for stage in inputs.stages),
+            seed=config.seed,
+            ends=self.ends,
+            vocab_size=int(self.model.source.config.vocab_size),
+            decode=lambda ids: str(decode(ids)),
+            write=lambda place, parameters: self.outputs.write_adapter(place, self.model, to_host(parameters)),
+            watch=self.leave_if_requested,
+        )
+        made.start()
+        return made
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -226,8 +259,10 @@ class PolicyTrainer(Trainer):
         try:
             super().run()
         finally:
-            if hasattr(self, "rewards"):
-                self.rewards.close()
+            for part in ("rewards", "sampler"):
+                close = getattr(getattr(self, part, None), "close", None)
+                if close is not None:
+                    close()
 
     # ---- iterations -----------------------------------------------------------------------------------------
 
@@ -433,6 +468,13 @@ class PolicyTrainer(Trainer):
         self.seconds.setdefault(number, {})[name] = time.perf_counter() - began
 
     # ---- records and evaluations ----------------------------------------------------------------------------
+
+    def meters_of(self, reading: Reading) -> dict[str, float]:
+        """Return the meters of a record, and the seconds of an iteration by part, means over those of this process."""
+        spent, self.seconds = self.seconds, {}
+        names = dict.fromkeys(name for parts in spent.values() for name in parts)
+        means = {name: np.mean([parts[name] for parts in spent.values() if name in parts]) for name in names}
+        return super().meters_of(reading) | {f"perf/{name}_seconds": float(mean) for name, mean in means.items()}
 
     def measures_of(self, reading: Reading) -> dict[str, float]:
         """Return the objective's measures of the steps, and means over their rollouts."""

@@ -786,7 +786,7 @@ class Trainer:
                 stage.last_train_loss = reading.losses[-1][1]
             self.guard.observe(reading, self.progress)
             self.guard.decide(reading, self.progress.guard)
-            meters = self.meters.values(reading)
+            meters = self.meters_of(reading)
             measures = self.measures_of(reading)
             self.outputs.training(
                 reading,
@@ -801,6 +801,10 @@ class Trainer:
             if stage.epochs is not None:
                 for epoch in count(reading, stage.epochs, self.passes):
                     self.outputs.epoch(reading.step, epoch)
+
+    def meters_of(self, reading: Reading) -> dict[str, float]:
+        """Return the meters of the steps of a record."""
+        return self.meters.values(reading)
 
     def measures_of(self, reading: Reading) -> dict[str, float]:
         """Return the objective's own measures of the steps of a record."""
