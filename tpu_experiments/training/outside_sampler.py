@@ -39,7 +39,6 @@ from tpu_experiments.config.rollout_schema import RolloutConfig
 from tpu_experiments.models.passes.generation import Completions
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
-from tpu_experiments.training.outputs import write_trained
 
 if TYPE_CHECKING:
     from tpu_experiments.training.trainer import Trainer
@@ -557,11 +556,11 @@ class SharedSampler:
             )
         if self.runtime.rank == 0:
             name = f"{config.name}-{hashlib.sha256(paths.absolute(folder.path()).encode()).hexdigest()[:6]}"
-            model, base = trainer.model, rollout.model or config.model.path or config.model.name
+            model = trainer.model
             place = folder.path("adapters")
             self.own = OutsideSampler(
                 rollout,
-                base=base,
+                base=model.source.reference,
                 name=name,
                 folder=place if rollout.adapter_folder is None else paths.join(rollout.adapter_folder, name),
                 num_tokens=max(stage.geometry.seq_len for stage in inputs.stages),
@@ -569,9 +568,7 @@ class SharedSampler:
                 ends=ends,
                 vocab_size=model.source.config.vocab_size,
                 decode=lambda ids: str(inputs.tokenizer.decode(ids)),
-                write=lambda folder, parameters: write_trained(
-                    folder, model, trained=to_host(parameters), config=config, base_path=base
-                ),
+                write=lambda folder, parameters: trainer.outputs.write_adapter(folder, model, to_host(parameters)),
                 # Other processes cannot be asked while they wait for the answers.
                 **({"watch": trainer.leave_if_requested} if self.is_alone else {}),
             )
