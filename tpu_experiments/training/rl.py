@@ -47,6 +47,7 @@ from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.reference import ReferencePass
+from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
 from tpu_experiments.training.trainer import Trainer
 
@@ -496,6 +497,27 @@ class PolicyTrainer(Trainer):
         is_cut = [not own or own[-1] not in self.ends for own in ids]
         means |= {"completions/clipped_ratio": np.mean(is_cut)}
         return replace(found, measures=found.measures | {name: float(value) for name, value in means.items()})
+
+    def evaluate_stage(self, stage: Stage) -> None:
+        """Evaluate a stage, and show some answers with their rewards."""
+        super().evaluate_stage(stage)
+        if self.runtime.rank == 0:
+            self.show_answers(stage)
+
+    def show_answers(self, stage: Stage) -> None:
+        """Write the page of some rollouts of a stage, and log a prompt of the newest with its best and worst answer."""
+        numbers = [
+            number for number in self.store.iterations() if number >= self.progress.step - self.progress.stage_step
+        ]
+        found = [each for number in shown_iterations(numbers) if (each := self.stored(number)) is not None]
+        if not found:
+            return
+        prompts, tokenizer = self.inputs.prompts[stage.name].train, self.inputs.tokenizer
+        name = str(self.config.name)
+        text = rollout_page(found, prompts=prompts, tokenizer=tokenizer, name=name)
+        write_whole(self.outputs.folder.path(PAGE), text.encode())
+        for line in answer_lines(found[0], prompts=prompts, tokenizer=tokenizer):
+            log.info("%s", line)
 
     def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint, and remove what was sampled behind it."""
