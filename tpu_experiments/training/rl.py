@@ -25,7 +25,6 @@ from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.checkpoint.state import to_host
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -47,7 +46,6 @@ from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rol
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.meters import Reading
-from tpu_experiments.training.outside_sampler import OutsideSampler
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
@@ -94,6 +92,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
 
 class OwnSampler:
     """Answers by the parameters that are being trained, on their devices; every process writes all of them."""
@@ -122,6 +124,9 @@ class OwnSampler:
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
         """Do nothing: the programs read the current parameters."""
+
+    def close(self) -> None:
+        """Do nothing: all of it ends with the process."""
 
     def sample(
         self, prompts: Sequence[list[int]], *, draws: Sequence[int], iteration: int, temperature: float | None = None
@@ -207,39 +212,12 @@ class PolicyTrainer(Trainer):
             self.sampler = self.build_sampler()
 
     def build_sampler(self) -> Sampler:
-        """Create what writes answers.
-
-        Raises:
-            ConfigError: a server writes them, and the run has several processes, or no adapter.
-        """
+        """Create what writes answers."""
         if self.config.rollout.sampler == "own":
             return OwnSampler(self, ends=self.ends)
-        return self.outside_sampler()
+        from tpu_experiments.training.outside_sampler import SharedSampler  # imports aiohttp, in 0.2 s
 
-    def outside_sampler(self) -> OutsideSampler:
-        """Connect to the server that writes answers; errors as of `build_sampler`."""
-        config, inputs, folder = self.config, self.inputs, self.outputs.folder
-        key = f"rollout.sampler={config.rollout.sampler}"
-        if self.runtime.world_size > 1 or self.runtime.hosts.size > 1:
-            raise ConfigError(f"{key} with several processes; one process asks the server; use hw.parallel=spmd.")
-        if config.lora.r == 0:
-            raise ConfigError(f"{key} with lora.r=0; the server loads adapters, and whole models not; set lora.r.")
-        decode = inputs.tokenizer.decode
-        made = OutsideSampler(
-            config.rollout,
-            base=self.model.source.reference,
-            name=f"{folder.name}-{config_hash(config)[:8]}",
-            folder=config.rollout.adapter_folder or folder.path("adapters"),
-            num_tokens=max(stage.geometry.seq_len for stage in inputs.stages),
-            seed=config.seed,
-            ends=self.ends,
-            vocab_size=int(self.model.source.config.vocab_size),
-            decode=lambda ids: str(decode(ids)),
-            write=lambda place, parameters: self.outputs.write_adapter(place, self.model, to_host(parameters)),
-            watch=self.leave_if_requested,
-        )
-        made.start()
-        return made
+        return SharedSampler(self, ends=self.ends)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -263,9 +241,8 @@ class PolicyTrainer(Trainer):
             super().run()
         finally:
             for part in ("rewards", "sampler"):
-                close = getattr(getattr(self, part, None), "close", None)
-                if close is not None:
-                    close()
+                if hasattr(self, part):
+                    getattr(self, part).close()
 
     # ---- iterations -----------------------------------------------------------------------------------------
 
