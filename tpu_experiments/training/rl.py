@@ -34,8 +34,6 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.export.generation import ends_of
 from tpu_experiments.models.passes.generation import Completions, Decoder, Sampling
-from tpu_experiments.models.sources.live import LiveModel
-from tpu_experiments.optim.ema import held_of
 from tpu_experiments.rewards.advantages import Advantages, advantages
 from tpu_experiments.rewards.pool import Answer, RewardPool, Rewards
 from tpu_experiments.runtime.stacked import stacked
@@ -45,6 +43,7 @@ from tpu_experiments.storage.tensors import chunks_of, tensors_in
 from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
@@ -101,29 +100,25 @@ class OwnSampler:
     """Answers by the parameters that are being trained, on their devices; every process writes all of them."""
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
-        config, inputs, parameters = trainer.config, trainer.inputs, trainer.parameters
-        live = LiveModel(
-            trainer.model,
-            lora=config.lora,
-            parameters=parameters,
-            held=lambda: held_of(parameters),
-            place=trainer.runtime.place,
-        )
+        config, inputs = trainer.config, trainer.inputs
+        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime)
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(
-            live.module,
+            self._copy.module,
             runtime=trainer.runtime,
             choice=ChoiceConfig(do_sample=True, top_k=0),
             num_rows=config.rollout.num_rows,
             max_new_tokens=config.rollout.max_new_tokens,
             tokens_per_call=tokens_per_call(config),
             seed=config.seed,
-            live=live,
+            weights=lambda: self._copy.tensors,
+            is_alone=False,
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
-        """Do nothing: the programs read the current parameters."""
+        """Copy the current weights, with the adapters in them, until `sample` has ended."""
+        self._copy.refresh()
 
     def close(self) -> None:
         """Do nothing: all of it ends with the process."""
@@ -139,6 +134,7 @@ class OwnSampler:
             part = slice(begin, begin + size)
             how: dict[str, Any] = {"bucket": self._bucket, "ends": self._ends, "sampling": sampling}
             parts.append(self._decoder.complete(prompts[part], draws=draws[part], **how))
+        self._copy.release()  # the memory is that of a step's activations
         arrays = ("ids_BN", "log_probs_BN", "lengths_B")
         return Completions(*(np.concatenate([getattr(part, name) for part in parts]) for name in arrays))
 
