@@ -130,12 +130,14 @@ def test_the_models_own_log_probabilities_have_a_ratio_of_one_and_its_gradient(m
     rows = rows_with(objective, module)
     rows |= {"sampler_logps": objective.logps(module, dict(module.named_parameters()), rows)}
     leaves = dict(module.named_parameters())
-    sums = objective.summary(objective.sums(module, leaves, rows).tolist())
-    assert sums.measures["ratio"] == 1.0
-    assert (sums.measures["clipped_low"], sums.measures["clipped_high"]) == (0.0, 0.0)
-    assert sums.measures["weight"] == pytest.approx(1.0, abs=1e-6)
+    loss_R, divisor_R, report_RK = objective.reported_loss(module, leaves, rows)
+    measures = objective.measures(report_RK.sum(0).tolist())
+    assert measures["ratio"] == 1.0
+    assert (measures["clip_ratio/low"], measures["clip_ratio/high"]) == (0.0, 0.0)
+    assert measures["weight"] == pytest.approx(1.0, abs=1e-6)
     lengths_R = rows["learn"].sum(1)
-    assert sums.loss == pytest.approx(float(-(rows["advantage"] * lengths_R).sum() / lengths_R.sum()), abs=1e-6)
+    loss = float(loss_R.detach().sum() / divisor_R.sum())
+    assert loss == pytest.approx(float(-(rows["advantage"] * lengths_R).sum() / lengths_R.sum()), abs=1e-6)
     found = torch.autograd.grad(objective.row_loss(module, leaves, rows)[0].sum(), list(leaves.values()))
     logits = module(rows["ids"].long()).logits[:, :-1].log_softmax(-1)
     logps = logits.gather(-1, rows["ids"][:, 1:, None].long())[..., 0]
@@ -147,21 +149,25 @@ def test_the_models_own_log_probabilities_have_a_ratio_of_one_and_its_gradient(m
 def test_measures_are_means_over_tokens(module) -> None:
     objective = Policy(loss="grpo", epsilon=0.1, beta=0.1, max_weight=1.5)
     rows, parameters = rows_with(objective, module), dict(module.named_parameters())
-    measures = objective.summary(objective.sums(module, parameters, rows).tolist()).measures
+    *_, report_RK = objective.reported_loss(module, parameters, rows)
+    measures = objective.measures(report_RK.sum(0).tolist())
     ratio_NT = torch.exp(objective.logps(module, parameters, rows) - rows["old_logps"])
     learnt_NT, advantage_N1 = rows["learn"] > 0, rows["advantage"][:, None]
     num = int(learnt_NT.sum())
     low = int((learnt_NT & (ratio_NT < 0.9) & (advantage_N1 < 0)).sum())
     high = int((learnt_NT & (ratio_NT > 1.1) & (advantage_N1 > 0)).sum())
     assert min(low, high) > 3
-    assert measures["clipped_low"] == pytest.approx(low / num)
-    assert measures["clipped_high"] == pytest.approx(high / num)
+    assert measures["clip_ratio/low"] == pytest.approx(low / num)
+    assert measures["clip_ratio/high"] == pytest.approx(high / num)
     assert measures["ratio"] == pytest.approx(float(ratio_NT[learnt_NT].mean()), rel=1e-5)
-    assert measures["answer_tokens"] == pytest.approx(num / len(ratio_NT))
+    assert measures["learnt_tokens"] == pytest.approx(num / len(ratio_NT))
     assert 0 < measures["kl"] < 0.1
-    none = objective.summary([0.0] * 9)
-    assert math.isnan(none.loss)
-    assert none.num_predictions == 0
+    own_NT = objective.logps(module, parameters, rows)
+    assert measures["entropy"] == pytest.approx(float(-own_NT[learnt_NT].mean()), rel=1e-5)
+    assert not report_RK.requires_grad
+    none = objective.measures([0.0] * 8)
+    assert "kl" in none
+    assert not any(none.values())
 
 
 def test_what_rows_count_for() -> None:

@@ -49,4 +49,4 @@ def test_policies_are_those_of_trl(model):
         most = 5e-6 if name.startswith("rloo") else 1e-6
         assert own["gradient"] < most * max(1.0, own["largest_gradient"]), (name, own)
         assert own["largest_loss"] > 0.03, (name, own)
-        assert min(own["clipped_low"], own["clipped_high"]) >= 5, (name, own)
+        assert min(own["clip_ratio/low"], own["clip_ratio/high"]) >= 5, (name, own)

@@ -163,8 +163,8 @@ def compared(model: str, name: str) -> dict[str, float]:
             other, expected = stepped(theirs, trainer._compute_loss(theirs, half), rate=rate)
             parts = list(micro_batches({k: v[part] for k, v in rows.items()}))
             parameters = dict(ours.named_parameters())
-            sums = sum(objective.sums(ours, parameters, each) for each in parts)
-            found |= {key: found[key] + float(value) for key, value in zip(SUMS[3:], sums[3:], strict=True)}
+            sums = sum(objective.reported_loss(ours, parameters, each)[2].sum(0) for each in parts)
+            found |= {key: found[key] + float(value) for key, value in zip(SUMS[1:], sums[1:], strict=True)}
             total = sum(objective.count(each) for each in parts)
             loss = sum(objective.row_loss(ours, parameters, each)[0].sum() for each in parts) / total
             mine, grads = stepped(ours, loss, rate=rate)

@@ -7,11 +7,11 @@ import pytest
 from tests.tasks.tiny_run import TOKENIZER, write_run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.export.generation import Ends
 from tpu_experiments.tasks import generate
 from tpu_experiments.tasks.generate import prompts
 from tpu_experiments.tasks.generate.answers import Growth, Reader
 from tpu_experiments.tasks.generate.conversation import Conversation, fitted
-from tpu_experiments.tasks.generate.prompts import Ends
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("root_logger")]
 SMALL = ("task=generate", "task.max_new_tokens=12", "task.buckets=[32,64]", "hw.runtime=eager")

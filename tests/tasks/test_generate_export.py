@@ -207,8 +207,8 @@ def test_llama_cpp_writes_the_same_text(with_gguf, answers, make_config):
 
 def test_an_answer_that_llama_cpp_ends(with_gguf, make_config):
     """The token that ends it is llama.cpp's to know; here it is the first that it would write."""
+    from tpu_experiments.export.generation import Ends
     from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp
-    from tpu_experiments.tasks.generate.prompts import Ends
 
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
     ids = tokenizer("<s>Dunărea", add_special_tokens=False)["input_ids"]

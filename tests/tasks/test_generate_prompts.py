@@ -8,6 +8,7 @@ import pytest
 from tests import forks
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
+from tpu_experiments.export.generation import ends_of
 from tpu_experiments.tasks.generate import prompts
 from tpu_experiments.tasks.generate.answers import Reader
 
@@ -62,7 +63,7 @@ def test_an_answer_ends_where_its_turn_does(chat_format, end, ids, tmp_path):
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None, chat_format=own)
     if chat_format == TEXT_ENDS:
         tokenizer.chat_template = TEXT_ENDS
-    ends = prompts.ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=tmp_path)
+    ends = ends_of(tokenizer, kind="chat", config=SimpleNamespace(eos_token_id=[2, 5]), folder=tmp_path)
     assert ends.ids == ids
     reader = Reader(lambda prompt: [], tokenizer, ends, "chat", [8])
     for written, is_finished in ((f"Da.{end} mai", True), ("Da.", False)):
@@ -94,7 +95,7 @@ def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
     tokenizer = load_tokenizer(TOKENIZER, revision=None, chat_template_path=None)
     config = SimpleNamespace(eos_token_id=2)
     with pytest.raises(ConfigError, match=r"generation_config.json; it is no JSON object"):
-        prompts.ends_of(tokenizer, kind="text", config=config, folder=tmp_path)
+        ends_of(tokenizer, kind="text", config=config, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ class Progress:
 
     reference: dict[str, list[str]] = field(default_factory=dict)
     """File and SHA-256 of the reference (training/reference.py) by `<source>/<split>/<row length>`."""
+    rollouts: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of every rollout that was trained on (training/rl.py), by the steps of the run before it."""
     start: dict[str, Any] | None = None
     """Lineage of the warm start (training/start.py); None without one."""
     start_marks: dict[str, str] = field(default_factory=dict)

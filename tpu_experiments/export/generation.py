@@ -7,6 +7,7 @@ base's own settings are kept as they are; the tokens with which training taught 
 import copy
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ GENERATION_CONFIG = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tokens and text that end an answer."""
+
+    ids: frozenset[int]
+    marker: str = ""
+    """Text that ends a turn, for a chat format whose marker is not a token of the tokenizer."""
 
 
 def model_config(source: HuggingFaceModel, *, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -112,6 +122,29 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     first = int(tokenizer(tail, add_special_tokens=False)["input_ids"][0])
     return first if first in tokenizer.added_tokens_decoder else None
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: PretrainedConfig, folder: Path | None) -> Ends:
+    """Return the end-of-sequence ids and, for chats, what closes a turn.
+
+    The ids are those of the tokenizer, config.json and generation_config.json.
+
+    Raises:
+        ConfigError: generation_config.json cannot be read.
+    """
+    begun = read_generation_config(folder) or {}
+    # The config of a model that was drawn at random has its class's ids, or a recipe's for another tokenizer.
+    found = [text_end_ids(tokenizer)[1], begun.get("eos_token_id")]
+    if folder is not None or found[0] is None:
+        found.append(getattr(config, "eos_token_id", None))
+    ids = frozenset(one for each in found for one in (each if isinstance(each, list) else [each]) if one is not None)
+    tail = after_answer(tokenizer) if kind == "chat" else ""
+    if not tail:
+        return Ends(ids)
+    closing = turn_end_id(tokenizer)
+    if closing is not None:
+        return Ends(ids | {closing})
+    return Ends(ids, marker=tail.partition(tokenizer.eos_token or "\n")[0].strip())
 
 
 def after_answer(tokenizer: PreTrainedTokenizerBase) -> str:

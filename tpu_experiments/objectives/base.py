@@ -92,6 +92,9 @@ class Objective:
 
     arrays: ClassVar[tuple[Array, ...]] = ()
     """Further arrays of rows, in prepared data, batches and micro-batches: a label."""
+    sampled: ClassVar[tuple[Array, ...]] = ()
+    """Further arrays of training rows that the model writes itself (`samples_rollouts`), which prepared data has none
+    of."""
     draws: ClassVar[bool] = False
     """Whether rows come with a random word each, `noise`. It is a function of seed, stage, step and the row's number in
     the global batch, in evaluations of seed and row, so that a resumed run draws the same on any devices."""
@@ -278,9 +281,10 @@ def objective_class(config: Config) -> type[Objective]:
     return kind if issubclass(kind, Objective) else type(kind.__name__, (kind, Objective), {})
 
 
-def row_arrays(config: Config) -> tuple[Array, ...]:
-    """Return the arrays of a batch's rows beside those of tokens."""
-    arrays = objective_class(config).arrays
+def row_arrays(config: Config, *, are_trained: bool = False) -> tuple[Array, ...]:
+    """Return the arrays of a batch's rows beside those of tokens, of training or of evaluations."""
+    kind = objective_class(config)
+    arrays = (*kind.arrays, *kind.sampled) if are_trained else kind.arrays
     arrays = (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
     return (*arrays, *(Array(name, "float32", per="row") for name in config.objective.inputs()))
 

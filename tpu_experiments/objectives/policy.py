@@ -19,8 +19,8 @@ micro-batches and devices. Token arrays have a value at the token itself.
 Legend: N answers, R rows, T tokens.
 """
 
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.objectives.policy import LEAVES_ONE_OUT
 from tpu_experiments.data.rows import Array
-from tpu_experiments.objectives.base import Computing, Objective, Rows, Summary
-from tpu_experiments.objectives.next_token import next_token_losses
+from tpu_experiments.models.passes.loss import Scores
+from tpu_experiments.objectives.base import Computing, Objective, Rows
+from tpu_experiments.objectives.next_token import next_token_losses, next_token_scores
 
 ADVANTAGE = Array("advantage", "float32", per="row")
 DIVISOR = Array("divisor", "float32", per="row")
@@ -41,18 +42,21 @@ SAMPLER = Array("sampler_logps", "float32", per="token")
 """Log-probabilities by what drew the tokens; NaN where it did not say."""
 START = Array("start_logps", "float32", per="token")
 """Log-probabilities by the model as the run started; read with `beta` alone."""
-SUMS = ("loss", "divisor", "answers", "tokens", "ratio", "clipped_low", "clipped_high", "kl", "weight")
-"""Sums over rows; all but the first three count tokens."""
+SUMS = ("answers", "tokens", "ratio", "clip_ratio/low", "clip_ratio/high", "kl", "weight", "entropy")
+"""Sums over rows that steps report; all but the first count tokens. Entropies are estimates, -log p of what was drawn.
+"""
 
 
 class Policy(Objective):
     """Loss of answers by their advantages, by the formulas above.
 
     Args:
-        scale: read by what computes the advantages (rewards/advantages.py).
+        scale: read by what computes the advantages (rewards/advantages.py), as are the attributes `leaves_one_out` and
+            `reward_beta`, the factor of an answer's KL that its reward is lowered by.
     """
 
-    arrays = (ADVANTAGE, DIVISOR, OLD, SAMPLER, START)
+    sampled = (ADVANTAGE, DIVISOR, OLD, SAMPLER, START)
+    has_scores = True
     has_perplexity = False
 
     def __init__(
@@ -70,7 +74,8 @@ class Policy(Objective):
     ) -> None:
         self.loss, self.ratio = loss, ratio
         self.low, self.high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-        self.is_of_answers = loss in LEAVES_ONE_OUT
+        self.is_of_answers = self.leaves_one_out = loss in LEAVES_ONE_OUT
+        self.scale, self.reward_beta = scale, beta if self.is_of_answers else 0.0
         self.beta = 0.0 if self.is_of_answers else beta
         self.max_weight, self.has_own_old = max_weight, old == "own"
         self.computing = computing or Computing()
@@ -89,26 +94,34 @@ class Policy(Objective):
             losses_RT, learnt_RT = next_token_losses(module, parameters, rows, computing=self.computing)
             return torch.roll(torch.where(learnt_RT > 0, -losses_RT, 0.0), 1, dims=1)
 
-    def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the sums of `SUMS` over the rows, (9,)."""
-        with torch.no_grad():
-            found = self._of_rows(module, parameters, rows)
-            return torch.stack([found[name].sum() for name in SUMS])
+    def divisors(self, tokens_N: NDArray[np.int64], *, max_new_tokens: int) -> NDArray[np.float32]:
+        """Return what each answer of a rollout counts for; see the function of this name."""
+        return divisors(self.loss, tokens_N, max_new_tokens=max_new_tokens)
 
-    def summary(self, sums: Sequence[float]) -> Summary:
-        """Return loss, and means over the tokens of ratio, clipped shares, KL and weight."""
+    def reported_loss(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `row_loss` returns and the sums of `SUMS` of every row, (R, 8)."""
+        found = self._of_rows(module, parameters, rows)
+        report_RK = torch.stack([found[name].detach() for name in SUMS], -1)
+        return found["loss"], rows[DIVISOR.name], report_RK
+
+    def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
+        """Return means over tokens of ratio, clipped shares, KL, weight and entropy, and over answers of tokens."""
         own = dict(zip(SUMS, sums, strict=True))
-        num = round(own["answers"])
-        if not num:
-            return Summary(math.nan, 0, {})
         tokens = max(own["tokens"], 1.0)
-        measures = {name: own[name] / tokens for name in SUMS[4:]} | {"answer_tokens": own["tokens"] / num}
+        measures = {name: own[name] / tokens for name in SUMS[2:]}
+        measures["learnt_tokens"] = own["tokens"] / max(own["answers"], 1.0)
         if not self.beta:
             del measures["kl"]
-        return Summary(own["loss"] / max(own["divisor"], 1.0), num, measures)
+        return measures
+
+    def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:
+        """Return loss in nats and hit of every token of held-out rows, which are answers of the data."""
+        return next_token_scores(module, parameters, rows, computing=self.computing)
 
     def _of_rows(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> dict[str, Tensor]:
-        """Return the values of `SUMS` of every row, (R,) each."""
+        """Return the loss and the values of `SUMS` of every row, (R,) each."""
         losses_RT, learnt_RT = next_token_losses(module, parameters, rows, computing=self.computing)
         is_row_R = (rows["segments"].amax(1) > 0).to(torch.float32)
         tokens_R = learnt_RT.sum(1)
@@ -142,9 +155,9 @@ class Policy(Objective):
                 loss_R = loss_R / tokens_R.clamp(min=1.0)
         clipped_low_RT = ((ratio_RT < self.low) & (advantage_R1 < 0)).to(torch.float32)
         clipped_high_RT = ((ratio_RT > self.high) & (advantage_R1 > 0)).to(torch.float32)
-        over_tokens = (ratio_RT, clipped_low_RT, clipped_high_RT, kl_RT, weight_RT)
+        over_tokens = (ratio_RT, clipped_low_RT, clipped_high_RT, kl_RT, weight_RT, -own_RT)
         of_tokens = [(values_RT * learnt_RT).sum(1) for values_RT in over_tokens]
-        return dict(zip(SUMS, (loss_R, rows[DIVISOR.name], is_row_R, tokens_R, *of_tokens), strict=True))
+        return {"loss": loss_R} | dict(zip(SUMS, (is_row_R, tokens_R, *of_tokens), strict=True))
 
 
 def _before(rows: Rows, array: Array, learnt_RT: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.data.prompts import Prompts, read_prompts
 from tpu_experiments.data.steps.epochs import write_epochs
 from tpu_experiments.models.adapters.lora import require_read_by_peft
 from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, OWN_HEAD, HuggingFaceModel
@@ -42,6 +43,7 @@ from tpu_experiments.training.batches import (
     RunInputs,
     load_run_tokenizer,
     parameters_of_lengths,
+    preparation_settings,
     prepare_sources,
     prepared_folder,
     stage_rows,
@@ -192,7 +194,20 @@ def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:
         written,
         read_questions(config, tokenizer=tokenizer),
         num_parameters=parameters_of_lengths(stages, source=lambda: model_source(config)),
+        prompts=prompts_of(config, stages, tokenizer=tokenizer),
     )
+
+
+def prompts_of(config: Config, stages: Sequence[Stage], *, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """Return the prompts of every stage, where the model writes its own rows."""
+    if not config.objective.samples_rollouts:
+        return {}
+    preparation = preparation_settings(config, tokenizer=tokenizer)
+    found = {}
+    for stage in stages:
+        length = stage.geometry.seq_len
+        found[stage.name] = read_prompts(config, preparation=preparation, sources=stage.sources, seq_len=length)
+    return found
 
 
 def require_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
@@ -26,6 +25,7 @@ from tpu_experiments.loggers.plan_estimates import PlanEstimates
 from tpu_experiments.loggers.provenance import provenance, write_provenance
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.rewards.pool import source_sha256
 from tpu_experiments.runtime.base import Runtime, device_name
 from tpu_experiments.runtime.processes.env import change_flags
 from tpu_experiments.runtime.processes.faults import is_lost
@@ -43,6 +43,7 @@ from tpu_experiments.training.batches import RunInputs, expected_programs, num_s
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger, Shares
 from tpu_experiments.training.outputs import RunOutputs, write_pages
+from tpu_experiments.training.rl import trainer_class
 from tpu_experiments.training.stop import STOPPED_EXIT_CODE, StoppedByRequest, ending_in_time, parting
 
 log = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ def train_process(
     watch.seconds.update(start.seconds)
     outputs: RunOutputs | None = None
     argv = [sys.argv[0], *start.arguments]
-    kind: Any = locate(config.trainer._target_, key="trainer")
+    kind = trainer_class(config)
     seat = seat or Alone()
     close_log: Callable[[], None] = stop_run_log
     try:
@@ -299,6 +300,8 @@ def make_outputs(
     """
     facts = provenance(config, device=device_name(runtime), argv=argv)
     facts["start"] = inputs.start.lineage() if inputs.start is not None else None
+    if config.objective.samples_rollouts:
+        facts["rewards"] = {name: source_sha256(reward) for name, reward in config.rollout.rewards.items()}
     estimates = plan_estimates(config, inputs.stages, rank=runtime.rank)
     loggers = make_loggers(config, folder, inputs) if runtime.rank == 0 else None
     spool = spool_of(folder)

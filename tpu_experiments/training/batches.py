@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -33,8 +34,9 @@ from tpu_experiments.data.batches import (
 )
 from tpu_experiments.data.prepare import Preparation, prepare
 from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.prompts import Prompt, Prompts
 from tpu_experiments.data.replay import ReplayedRows
-from tpu_experiments.data.rows import RowSource
+from tpu_experiments.data.rows import Rows, RowSource, padding
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
@@ -156,6 +158,29 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompts as rows of which nothing is learnt; a `RowSource`."""
+
+    prompts: Sequence[Prompt]
+    seq_len: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompts)
+
+    def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
+        """Return the rows at `index_M`, shape (M, T)."""
+        chosen = np.arange(self.num_rows)[index_M].tolist()
+        rows = padding(len(chosen), seq_len=self.seq_len)
+        for row, number in enumerate(chosen):
+            ids = self.prompts[number].ids
+            rows.ids_NT[row, : len(ids)] = ids
+            rows.positions_NT[row, : len(ids)] = np.arange(len(ids))
+            rows.segments_NT[row, : len(ids)] = 1
+        return rows
+
+
 def own_readers(config: Config) -> dict[str, Read]:
     """Return the readers of the user's own, by source."""
     return {
@@ -198,6 +223,8 @@ class RunInputs:
     """Source of a warm start; None without one, and for a run that resumes from its own checkpoint."""
     num_parameters: int | None = None
     """Parameters of the model without adapters; None where no stage has `tokens_per_parameter`."""
+    prompts: dict[str, Prompts] = field(default_factory=dict)
+    """Prompts by the name of their stage, where the model writes its own rows."""
     reference: dict[Key, Values] | None = None
     """Values by the model as it starts, once they are known; None where rows carry none (training/reference.py)."""
 
@@ -252,9 +279,15 @@ def _examples(batch: Batch, config: Config) -> tuple[int, int] | None:
 def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
     """Return the training rows of a stage in the order of `loader.order`; replayed rows are permuted.
 
+    Where the model writes its own rows, they are the prompts.
+
     Raises:
         ConfigError: the stage needs more epochs than were written.
     """
+    if config.objective.samples_rollouts:
+        prompts = PromptRows(inputs.prompts[stage.name].train, stage.geometry.seq_len)
+        name = ", ".join(stage.sources)
+        return ReplayedRows(StageRows([prompts], names=[name], seed=config.seed, stage_index=stage.index))
     rows = shuffled_rows(inputs, stage, seed=config.seed)
     if config.loader.order == "permutation":
         return rows
@@ -316,7 +349,9 @@ def weights_text(rows: ReplayedRows, stage: Stage, *, num_steps: int) -> str:
 def stage_steps(rows: ReplayedRows, stage: Stage, *, inputs: RunInputs, config: Config) -> int:
     """Return the optimizer steps of a stage that does not end early."""
     steps, global_rows = stage.steps, stage.geometry.global_rows
-    if stage.epochs is not None:
+    if stage.epochs is not None and config.objective.samples_rollouts:
+        steps = config.rollout.updates * rows.steps_for(stage.epochs, global_rows=config.rollout.prompts)
+    elif stage.epochs is not None:
         steps = rows.steps_for(stage.epochs, global_rows=global_rows)
     tokens = stage_tokens(stage, num_parameters=inputs.num_parameters)
     if tokens is not None:
@@ -375,19 +410,32 @@ def _mean_tokens(inputs: RunInputs, names: Sequence[str], seq_len: int, *, weigh
     return sum(split["tokens"] for split in splits) / max(1, sum(split["rows"] for split in splits))
 
 
+class BatchedRows(Protocol):
+    """What steps are fed from: rows of prepared data in their order, or of a rollout."""
+
+    def batch(self, step: int, *, global_rows: int, num_total: int | None = None) -> Batch:
+        """Return the batch of a step of the stage, as `OrderedRows.batch` does."""
+        ...
+
+    def total_for(self, epochs: float) -> int | None:
+        """Return the number of positions in that many epochs; None where all have rows."""
+        ...
+
+
 def step_batches(
-    rows: ReplayedRows,
+    rows: BatchedRows,
     stage: Stage,
     *,
     num_steps: int,
     config: Config,
     first: int,
+    stop: int | None = None,
     process: tuple[int, int],
     added: Mapping[str, Tensor],
     draws: bool,
     skipped_steps: Collection[int] = (),
 ) -> Iterator[tuple[StepInfo, dict[str, Tensor]]]:
-    """Yield the batches of a stage from step `first` to its last; `process` is (rank, world size).
+    """Yield the batches of a stage from step `first` up to `stop`, or its last; `process` is (rank, world size).
 
     A batch depends on its step alone: a resumed run, on whatever devices, continues with the next row. The steps
     `skipped_steps` count in the schedule and have no batch. `added` goes into every batch (training/step.py).
@@ -398,7 +446,7 @@ def step_batches(
     geometry = stage.geometry
     total = None if stage.epochs is None else rows.total_for(stage.epochs)
     last = next((step for step in range(num_steps - 1, first, -1) if step not in skipped_steps), first)
-    for step in range(first, num_steps):
+    for step in range(first, num_steps if stop is None else stop):
         if step in skipped_steps:
             continue
         lr = stage.lr * multiplier(stage.schedule, step=step, num_steps=num_steps)
@@ -556,9 +604,57 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
         "reference": _reference_shapes(inputs, config, world_size=world_size),
+        **_rollout_shapes(inputs, config, world_size=world_size),
         "sample": {(len(config.sample.all_prompts), config.sample.window)} if samples(config) else set(),
         "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
     }
+
+
+TOKENS_PER_CALL = 32
+"""Tokens of answers that one call of a program writes; whether all have ended is looked at behind each."""
+BUCKET = 64
+"""Prompts are padded to a multiple of it, or to the largest length that leaves room for an answer."""
+
+
+def prompt_bucket(inputs: RunInputs, config: Config) -> int:
+    """Return the length that all prompts of a run are padded to."""
+    most = max(config.rollout.prompt_tokens(stage.geometry.seq_len) for stage in inputs.stages)
+    if not inputs.prompts:  # of a plan, whose data is not prepared
+        return most
+    each = (prompt for found in inputs.prompts.values() for prompt in (*found.train, *found.held_out))
+    return min(most, -(-max(len(prompt.ids) for prompt in each) // BUCKET) * BUCKET)
+
+
+def tokens_per_call(config: Config) -> int:
+    """Return the tokens of answers that one call of a program writes."""
+    return max(1, min(TOKENS_PER_CALL, config.rollout.max_new_tokens - 1))
+
+
+def scores_rollouts(config: Config) -> bool:
+    """Return whether the model scores a rollout before it learns from it.
+
+    For one update, the log-probabilities of the own sampler at temperature 1 are those of the model in float32. In
+    bf16 it writes with weights that were rounded with the adapter in them.
+    """
+    rollout = config.rollout
+    is_exact = rollout.sampler == "own" and rollout.temperature == 1 and config.model.dtype == "float32"
+    return rollout.updates > 1 or not is_exact
+
+
+def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
+    if not config.objective.samples_rollouts:
+        return {}
+    geometries = [stage.geometry for stage in inputs.stages]
+    found: dict[str, set[tuple[int, ...]]] = {}
+    if config.objective.reads_start() or scores_rollouts(config):
+        found["score"] = {(g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries}
+    if config.rollout.sampler == "own":
+        bucket, num = prompt_bucket(inputs, config), config.rollout.num_rows
+        found["merge"] = {()}
+        found[f"read {bucket}"] = {(num, bucket)}
+        if config.rollout.max_new_tokens > 1:
+            found[f"write {bucket}"] = {(num, tokens_per_call(config))}
+    return found
 
 
 def _reference_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> set[tuple[int, ...]]:

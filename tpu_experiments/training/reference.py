@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.config.identity import flatten
@@ -46,6 +46,8 @@ FOLDER = "references"
 Key = tuple[str, str, int]
 """Source, split and row length."""
 Values = NDArray[np.float32]
+ValuesOf = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+"""(module, parameters, rows (G, T)) to values (G, S), in a program."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,23 @@ class Compared(Protocol):
 class ReferencePass:
     """Compute the values of rows with the current parameters; every process takes part and gets all."""
 
-    def __init__(self, trainer: Compared, *, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """Take what has the model; without `parameters` its own of the time of a pass are used."""
+    def __init__(
+        self,
+        trainer: Compared,
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        values_of: ValuesOf | None = None,
+        name: str = "reference",
+    ) -> None:
+        """Take what has the model; without `parameters` its own of the time of a pass are used.
+
+        Args:
+            values_of: computes them; None is the objective's `reference_values`.
+            name: that of the program among those that a run expects.
+        """
         self.trainer, self.runtime, self._given = trainer, trainer.runtime, parameters
-        self.program = self.runtime.program(self.values, name="reference", held=lambda: held_of(self.parameters))
+        self.values_of = values_of or trainer.objective.reference_values
+        self.program = self.runtime.program(self.values, name=name, held=lambda: held_of(self.parameters))
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -127,7 +142,7 @@ class ReferencePass:
         """Return the values (G, S) of the global batch; the program. Each process adds its rows to zeros."""
         rank, world_size = self.runtime.share
         with torch.no_grad():
-            own = self.trainer.objective.reference_values(self.trainer.model.module, dict(self.parameters), batch)
+            own = self.values_of(self.trainer.model.module, dict(self.parameters), batch)
             num = len(own)
             whole = F.pad(own, (*[0, 0] * (own.ndim - 1), rank * num, (world_size - 1 - rank) * num))
             (summed,) = self.runtime.sum_over_processes([whole])

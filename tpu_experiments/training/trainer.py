@@ -59,6 +59,7 @@ from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.stacked import is_stack
 from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.batches import (
+    BatchedRows,
     RunInputs,
     StepInfo,
     evaluation_batches,
@@ -390,37 +391,42 @@ class Trainer:
 
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """Train the remaining steps of a stage, up to its exit test if it has one."""
-        first, skipped_steps = self.progress.stage_step, self.progress.skipped_steps(num_steps)
-        offset = self.progress.step - first
+        offset = self.progress.step - self.progress.stage_step
         self.passes = Passes(rows, stage.geometry.global_rows, num_steps=num_steps, offset=offset)
+        with self.watch.measure("train"), self.count_work():
+            self.meters.begin(stage.geometry)
+            self.feed_steps(stage, rows, num_steps=num_steps, stop=num_steps)
+            self.wait_and_record()
+            self.raise_requested_rollback()
+
+    def feed_steps(self, stage: Stage, rows: BatchedRows, *, num_steps: int, stop: int) -> None:
+        """Train a stage from the current position up to step `stop` of its `num_steps`, or to its exit test."""
+        skipped_steps = self.progress.skipped_steps(num_steps)
         batches = step_batches(
             rows,
             stage,
             num_steps=num_steps,
             config=self.config,
-            first=first,
+            first=self.progress.stage_step,
+            stop=stop,
             process=self.runtime.share,
             added=stage_tensors(stage, self.parameters, stages=self.inputs.stages),
             draws=has_noise(self.config, self.model.module),
             skipped_steps=skipped_steps,
         )
-        with self.watch.measure("train"), self.count_work():
-            self.meters.begin(stage.geometry)
-            with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
-                for info, batch in self.meters.timed(feed):
-                    self.profiler.before(self.progress.step + 1)
-                    self.queue_step(info, batch)
-                    self.profiler.after(self.progress.step, last=info.is_last)
-                    self.between_steps(stage, last=info.is_last)
-                    if self.progress.stages[-1].ended_by:
-                        self.read_unrecorded()
-                        break
-                else:
-                    done = range(self.progress.stage_step, num_steps)
-                    assert skipped_steps.issuperset(done), "the feed ended before the stage"
-                    self.progress.advance(num_steps)
-            self.wait_and_record()
-            self.raise_requested_rollback()
+        with self.runtime.feed(batches, rows_dim=1, settings=self.config.loader) as feed:
+            for info, batch in self.meters.timed(feed):
+                self.profiler.before(self.progress.step + 1)
+                self.queue_step(info, batch)
+                self.profiler.after(self.progress.step, last=info.is_last)
+                self.between_steps(stage, last=info.is_last)
+                if self.progress.stages[-1].ended_by:
+                    self.read_unrecorded()
+                    break
+            else:
+                done = range(self.progress.stage_step, stop)
+                assert skipped_steps.issuperset(done), "the feed ended before its last step"
+                self.progress.advance(stop)
 
     def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
         """Queue one step; nothing here waits for the device."""
@@ -780,9 +786,8 @@ class Trainer:
                 stage.last_train_loss = reading.losses[-1][1]
             self.guard.observe(reading, self.progress)
             self.guard.decide(reading, self.progress.guard)
-            meters = self.meters.values(reading)
-            measures = self.objective.measures(sums) if any(sums := reading.reported_sums) else {}
-            measures.pop("loss", None)  # the record has the mean of the steps' losses
+            meters = self.meters_of(reading)
+            measures = self.measures_of(reading)
             self.outputs.training(
                 reading,
                 stage=stage.name,
@@ -796,6 +801,16 @@ class Trainer:
             if stage.epochs is not None:
                 for epoch in count(reading, stage.epochs, self.passes):
                     self.outputs.epoch(reading.step, epoch)
+
+    def meters_of(self, reading: Reading) -> dict[str, float]:
+        """Return the meters of the steps of a record."""
+        return self.meters.values(reading)
+
+    def measures_of(self, reading: Reading) -> dict[str, float]:
+        """Return the objective's own measures of the steps of a record."""
+        measures = self.objective.measures(sums) if any(sums := reading.reported_sums) else {}
+        measures.pop("loss", None)  # the record has the mean of the steps' losses
+        return measures
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from tpu_experiments.config.objectives.kto import KtoConfig
 from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
 from tpu_experiments.config.objectives.next_token import NextTokenConfig
+from tpu_experiments.config.objectives.policy import PolicyConfig
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
 from tpu_experiments.config.objectives.reward import RewardConfig
@@ -18,6 +19,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "masked_diffusion": MaskedDiffusionConfig,
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), PreferenceConfig),
     "kto": KtoConfig,
+    **dict.fromkeys(("grpo", "rloo"), PolicyConfig),
     "reward": RewardConfig,
 }
 """Objectives of this project by the names of their files in conf/objective."""

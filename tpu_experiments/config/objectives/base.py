@@ -63,6 +63,10 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def reads_start(self) -> bool:
+        """Return whether answers are compared with the model as the run starts; with `samples_rollouts`."""
+        return False
+
     def planned_as(self) -> "ObjectiveConfig | None":
         """Return settings whose lines of conf/tuned.yaml hold as well; None where the step has another cost.
 

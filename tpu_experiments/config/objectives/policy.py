@@ -42,6 +42,10 @@ class PolicyConfig(ObjectiveConfig):
         """Return whether the baseline of an answer is the mean of the others."""
         return self.loss in LEAVES_ONE_OUT
 
+    def reads_start(self) -> bool:
+        """Return whether there is a KL to the model as the run starts."""
+        return self.beta > 0
+
     def problems(self, prepare: PrepareConfig) -> list[str]:
         """Return what is wrong with the settings."""
         if self.leaves_one_out() and self.scale == "group":

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
+from tpu_experiments.export.generation import Ends
 from tpu_experiments.loggers.runlog import held_back
 from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.tasks.generate.prompts import Ends, Prompt
+from tpu_experiments.tasks.generate.prompts import Prompt
 from tpu_experiments.training.evaluation import Told
 
 

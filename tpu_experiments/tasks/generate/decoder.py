@@ -5,6 +5,7 @@ from torch import nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import AnswerTaskConfig, GenerateTaskConfig
+from tpu_experiments.export.generation import ends_of
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.denoising import Denoiser
 from tpu_experiments.models.passes.generation import Decoder
@@ -15,7 +16,7 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.tasks.generate.answers import Reader
 from tpu_experiments.tasks.generate.llama_cpp import LlamaCpp, gguf_file
 from tpu_experiments.tasks.generate.origin import Origin
-from tpu_experiments.tasks.generate.prompts import Prompt, ends_of, ids_of, kind_of
+from tpu_experiments.tasks.generate.prompts import Prompt, ids_of, kind_of
 from tpu_experiments.training.batches import load_run_tokenizer
 
 

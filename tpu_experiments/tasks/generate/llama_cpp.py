@@ -15,10 +15,10 @@ from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GGUF_TYPES, AnswerTaskConfig, ChoiceConfig
+from tpu_experiments.export.generation import Ends
 from tpu_experiments.models.passes.generation import Sampling
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import form_of
-from tpu_experiments.tasks.generate.prompts import Ends
 
 TIMEOUT_SECONDS = 3600.0
 """Longest silence of llama.cpp: it computes a whole prompt before the first token."""

@@ -1,19 +1,17 @@
-"""Read prompts from the command, a file or the terminal, tokenize them, and find how answers end."""
+"""Read prompts from the command, a file or the terminal, and tokenize them."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import GenerateTaskConfig
 from tpu_experiments.data.reading.names import ROLES
 from tpu_experiments.data.tokens.chat import Messages, TemplateRefusal, render_prompt
-from tpu_experiments.data.tokens.tokenizer import require_chat_template, text_end_ids
-from tpu_experiments.export.generation import after_answer, read_generation_config, turn_end_id
+from tpu_experiments.data.tokens.tokenizer import require_chat_template
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.generate.origin import Origin
 from tpu_experiments.training.evaluation import text_ids
@@ -32,15 +30,6 @@ class Prompt:
     def shown(self) -> str:
         """Return the text of the last turn."""
         return self.messages[-1][1]
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Tokens and text that end an answer."""
-
-    ids: frozenset[int]
-    marker: str = ""
-    """Text that ends a turn, for a chat format whose marker is not a token of the tokenizer."""
 
 
 def kind_of(origin: Origin, tokenizer: PreTrainedTokenizerBase, *, format: str, system: str | None) -> str:
@@ -150,29 +139,6 @@ def ids_of(prompt: Prompt, *, kind: str, tokenizer: PreTrainedTokenizerBase, voc
             "model.tokenizer_path to the tokenizer this model was trained with."
         )
     return ids
-
-
-def ends_of(tokenizer: PreTrainedTokenizerBase, *, kind: str, config: PretrainedConfig, folder: Path | None) -> Ends:
-    """Return the end-of-sequence ids and, for chats, what closes a turn.
-
-    The ids are those of the tokenizer, config.json and generation_config.json.
-
-    Raises:
-        ConfigError: generation_config.json cannot be read.
-    """
-    begun = read_generation_config(folder) or {}
-    # The config of a model that was drawn at random has its class's ids, or a recipe's for another tokenizer.
-    found = [text_end_ids(tokenizer)[1], begun.get("eos_token_id")]
-    if folder is not None or found[0] is None:
-        found.append(getattr(config, "eos_token_id", None))
-    ids = frozenset(one for each in found for one in (each if isinstance(each, list) else [each]) if one is not None)
-    tail = after_answer(tokenizer) if kind == "chat" else ""
-    if not tail:
-        return Ends(ids)
-    closing = turn_end_id(tokenizer)
-    if closing is not None:
-        return Ends(ids | {closing})
-    return Ends(ids, marker=tail.partition(tokenizer.eos_token or "\n")[0].strip())
 
 
 def typed(read: Iterator[str]) -> Iterator[str]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.data.rows import TOKEN_ARRAYS, Array
 from tpu_experiments.metrics.goodput import Stopwatch
@@ -27,6 +26,7 @@ from tpu_experiments.training.evaluation import WORDS, evaluating
 from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.pack import Pack, part_of
 from tpu_experiments.training.reference import ReferencePass
+from tpu_experiments.training.rl import trainer_class
 from tpu_experiments.training.step import ACTIVE, stage_tensors
 
 Shape = tuple[int, int, int]
@@ -82,7 +82,7 @@ def trace_run(config: Config, *, which: str) -> Traced:
 
 def planned_trainer(config: Config, runtime: Any) -> Any:
     """Return the configured trainer, whose weights are shapes without data."""
-    kind: Any = locate(config.trainer._target_, key="trainer")
+    kind: Any = trainer_class(config)
 
     class PlannedTrainer(kind):
         def model_source(self) -> HuggingFaceModel:
@@ -234,7 +234,9 @@ def rows_like(
 
 def batch_like(shape: Shape, *, trainer: Any) -> dict[str, Tensor]:
     """Return placeholders for a training batch."""
-    batch = rows_like(shape, arrays=row_arrays(trainer.config)) | {"lr": torch.empty(1, device="meta")}
+    batch = rows_like(shape, arrays=row_arrays(trainer.config, are_trained=True)) | {
+        "lr": torch.empty(1, device="meta")
+    }
     if trainer.config.model.linear_warmup_steps:
         batch[MIX] = torch.empty(shape[:2], device="meta")
     if has_noise(trainer.config, trainer.model.module):
