@@ -579,6 +579,13 @@ DEFECTS = (
         "tests/training/test_reference.py",
     ),
     Defect(
+        "preferences: the reference is not computed, and is 0",
+        "tpu_experiments/training/reference.py",
+        "return np.ascontiguousarray(whole[:, :",
+        "return np.zeros_like(whole[:, :",
+        "tests/training/test_stored_reference.py",
+    ),
+    Defect(
         "preferences: the stored reference of another base is taken",
         "tpu_experiments/training/reference.py",
         "if computed.runtime.any_process(not is_same):",
