@@ -92,6 +92,10 @@ def test_the_adapter_is_read_by_peft(adapted, tmp_path):
     chosen, rejected = scores_of(model, AutoTokenizer.from_pretrained(place), folder)
     assert own["rewards/chosen"]["value"] == pytest.approx(chosen, abs=1e-4)
     assert own["rewards/rejected"]["value"] == pytest.approx(rejected, abs=1e-4)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    own_scores = scores_of(merged, AutoTokenizer.from_pretrained(place), folder)
+    assert own_scores == pytest.approx([chosen, rejected], abs=1e-4)
     page = (place / "README.md").read_text()
     assert "id2label={0: 'LABEL_0'}" in page
     assert "score = model(**inputs).logits[0, 0]" in page
