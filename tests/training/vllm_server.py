@@ -154,7 +154,10 @@ def served(server: VllmServer, *, port: int = 0) -> Iterator[VllmServer]:
             if not self.is_allowed():
                 self.send(401, {"error": "Unauthorized"})
                 return
-            status, found = server.post(self.path, body)
+            try:
+                status, found = server.post(self.path, body)
+            except Exception as failed:
+                status, found = error(500, f"{type(failed).__name__}: {failed}")
             if isinstance(found, Exchange):
                 if found.closes:
                     self.close_connection = True

@@ -550,7 +550,31 @@ def _rollout(config: Config) -> list[str]:
             "reward; use objective=grpo, or leave the reward out."
             for name in list(rollout.rewards)[:1]
         ]
-    return [*rollout_problems(rollout, objective=objective.name), *_prompts(config), *_rows_of_rollout(config)]
+    problems = [*rollout_problems(rollout, objective=objective.name), *_prompts(config), *_rows_of_rollout(config)]
+    return problems + (_adapters_of_server(config) if rollout.sampler == "openai" else [])
+
+
+def _adapters_of_server(config: Config) -> list[str]:
+    """Return what a server that answers prompts cannot load (vLLM 0.32, lora/peft_helper.py)."""
+    adapters = "use adapters, for example lora=all_linear_r16, or rollout=default"
+    given = {
+        "lora=none": (config.lora.r == 0, "it trains whole weights, of which a server loads none", adapters),
+        "lora.dora=true": (
+            config.lora.dora,
+            "vLLM loads no lengths of weights",
+            "use lora.dora=false, or rollout=default",
+        ),
+        f"model.linear={config.model.linear}": (
+            config.model.linear == "lr_qat",
+            "its adapters are rounded with the weights, which a server does not do",
+            "use model.linear=plain, or rollout=default",
+        ),
+    }
+    return [
+        f"rollout.sampler=openai with {key}; {what}; {remedy}."
+        for key, (is_given, what, remedy) in given.items()
+        if is_given
+    ]
 
 
 def _prompts(config: Config) -> list[str]:
@@ -645,10 +669,10 @@ def _generating(config: Config) -> list[str]:
         problems += generating_problems(task)
     if isinstance(task, ServeTaskConfig):
         problems += serving_problems(task)
-    if config.hw.parallel != "inline":
+    if config.hw.parallel == "spawn" or (config.hw.parallel == "spmd" and not isinstance(task, GenerateTaskConfig)):
         problems.append(
-            f"hw.parallel={config.hw.parallel} with task={task.name}; one device writes; use hw=cpu, v5e1 or v6e1, or "
-            "add hw.parallel=inline hw.num_devices=1."
+            f"hw.parallel={config.hw.parallel} with task={task.name}; one process and, but for task=generate, one "
+            "device writes; use hw=cpu, v5e1 or v6e1, or add hw.parallel=inline hw.num_devices=1."
         )
     return problems
 

@@ -328,16 +328,19 @@ class RunOutputs:
             write_model(self.base_path, tensors=tensors, shapes=parameters | shapes_of_buffers(buffers), **writing)
         self.adapter_path = self.folder.path("adapter")
         trained = to_host(model.trainable) if stored is None else stored
-        self.export_digests = self.write_adapter(self.adapter_path, model, trained)
+        own = {name: beside[name] for name in ("tokenizer", "generation", "lines")}
+        self.export_digests = self.write_adapter(self.adapter_path, model, trained, **own)
 
-    def write_adapter(self, place: str, model: BuiltModel, trained: Mapping[str, Tensor]) -> dict[str, str]:
+    def write_adapter(
+        self, place: str, model: BuiltModel, trained: Mapping[str, Tensor], **beside: Any
+    ) -> dict[str, str]:
         """Write an adapter in PEFT's layout into a folder, and return the SHA-256 of its files.
 
         Args:
             trained: its tensors on the host, under Hugging Face's names.
+            beside: further arguments, as of export/peft.py.
         """
         source, config = model.source, self.config
-        beside = side_files(source, config=config, inputs=self.inputs)
         return write_adapter(
             place,
             parameters={source.outer_name(name): t for name, t in trained.items()},
@@ -347,7 +350,7 @@ class RunOutputs:
             revision=config.model.revision,
             is_transposed=any(adapted_weights(model.module).values()),
             rounded=rounded_settings(config.model),
-            **{name: beside[name] for name in ("tokenizer", "generation", "lines")},
+            **beside,
         )
 
     def _export_parts(

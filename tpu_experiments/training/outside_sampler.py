@@ -25,17 +25,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import numpy as np
+import torch
 from torch import Tensor
 
-from tpu_experiments.checkpoint.errors import TrainingStopped
+from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
+from tpu_experiments.checkpoint.state import are_sharded_over_hosts, to_host
 from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.rollout_schema import RolloutConfig
 from tpu_experiments.models.passes.generation import Completions
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.tensors import chunks_of, tensors_in
+
+if TYPE_CHECKING:
+    from tpu_experiments.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 KEY = "rollout.url"
@@ -234,7 +240,7 @@ class OutsideSampler:
             TrainingStopped: not all prompts have answers in time, or the server is wrong for this run.
         """
         assert self._current is not None, "prepare comes first"
-        self.lag = 0
+        self.lag, counts = 0, self.counts.copy()
         heat = self.rollout.temperature if temperature is None else temperature
         groups = []
         # vLLM gives one likeliest answer a request.
@@ -250,8 +256,12 @@ class OutsideSampler:
         for row, answer in enumerate(answers):
             ids_BN[row, : len(answer.ids)] = answer.ids
             log_probs_BN[row, : len(answer.ids)] = answer.log_probs
-        self.counts["no_logp"] += int(np.isnan(log_probs_BN).sum())
+        if unknown := int(np.isnan(log_probs_BN).sum()):
+            self.counts["no_logp"] += unknown
         self._require_one_tokenizer(answers)
+        if self.lag or self.counts != counts:
+            told = ", ".join(f"{name} {num:,}" for name, num in (self.counts - counts).items())
+            log.info("%s; iteration %d: oldest answer %d versions behind; %s", self._place, iteration, self.lag, told)
         return Completions(ids_BN, log_probs_BN, np.array([len(answer.ids) for answer in answers]))
 
     def close(self) -> None:
@@ -524,6 +534,77 @@ class OutsideSampler:
             return json.loads(text)
         except ValueError as error:
             raise _Wrong(f"its answer to {path} is no JSON: {text[:60]!r}") from error
+
+
+class SharedSampler:
+    """The sampler of a run: rank 0 asks the server, and every process gets the answers, by a file in the run's folder.
+
+    Raises:
+        ConfigError: the server does not fit the run.
+    """
+
+    def __init__(self, trainer: "Trainer", *, ends: Collection[int]) -> None:
+        config, inputs, folder = trainer.config, trainer.inputs, trainer.outputs.folder
+        self.runtime, rollout = trainer.runtime, config.rollout
+        self.is_alone = self.runtime.world_size == 1 and self.runtime.hosts.size == 1
+        self.path = folder.path("rollouts", "answers.safetensors")
+        self.own: OutsideSampler | None = None
+        if are_sharded_over_hosts(trainer.parameters, self.runtime):
+            raise ConfigError(
+                f"rollout.sampler={rollout.sampler} with hw.num_hosts={config.hw.num_hosts}; the trained tensors are "
+                "sharded over hosts, and the server's adapter is written by one; use a mesh without fsdp over hosts."
+            )
+        if self.runtime.rank == 0:
+            name = f"{config.name}-{hashlib.sha256(paths.absolute(folder.path()).encode()).hexdigest()[:6]}"
+            model = trainer.model
+            place = folder.path("adapters")
+            self.own = OutsideSampler(
+                rollout,
+                base=model.source.reference,
+                name=name,
+                folder=place if rollout.adapter_folder is None else paths.join(rollout.adapter_folder, name),
+                num_tokens=max(stage.geometry.seq_len for stage in inputs.stages),
+                seed=config.seed,
+                ends=ends,
+                vocab_size=model.source.config.vocab_size,
+                decode=lambda ids: str(inputs.tokenizer.decode(ids)),
+                write=lambda folder, parameters: trainer.outputs.write_adapter(folder, model, to_host(parameters)),
+                # Other processes cannot be asked while they wait for the answers.
+                **({"watch": trainer.leave_if_requested} if self.is_alone else {}),
+            )
+        on_rank_zero(self.runtime, lambda: self._own.start())
+
+    @property
+    def _own(self) -> OutsideSampler:
+        assert self.own is not None, "rank 0 has it"
+        return self.own
+
+    def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
+        """Let the server load the current parameters; every process calls it."""
+        on_rank_zero(self.runtime, lambda: self._own.prepare(parameters, version))
+
+    def sample(
+        self, prompts: Sequence[list[int]], *, draws: Sequence[int], iteration: int, temperature: float | None = None
+    ) -> Completions:
+        """Return an answer to every prompt, as `OutsideSampler.sample`; every process calls it and gets all."""
+        given: dict[str, Any] = {"draws": draws, "iteration": iteration, "temperature": temperature}
+        found = on_rank_zero(self.runtime, lambda: self._own.sample(prompts, **given))
+        if self.is_alone:
+            assert found is not None
+            return found
+        if found is not None:
+            paths.make_dirs(paths.folder_of(self.path))
+            tensors = {name: torch.from_numpy(values) for name, values in vars(found).items()}
+            paths.write_chunks_atomic(self.path, chunks_of(tensors))
+        self.runtime.barrier("answered")
+        read = tensors_in(bytearray(paths.read_bytes(self.path)))
+        self.runtime.barrier("answers read")
+        return Completions(**{name: tensor.numpy() for name, tensor in read.items()})
+
+    def close(self) -> None:
+        """Leave no adapter on the server, and none of its folders."""
+        if self.own is not None:
+            self.own.close()
 
 
 async def _together(requests: Sequence[Awaitable[Result]], *, watch: Callable[[], None]) -> list[Result]:

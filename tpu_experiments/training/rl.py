@@ -25,7 +25,6 @@ from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.checkpoint.state import to_host
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -35,8 +34,6 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.export.generation import ends_of
 from tpu_experiments.models.passes.generation import Completions, Decoder, Sampling
-from tpu_experiments.models.sources.live import LiveModel
-from tpu_experiments.optim.ema import held_of
 from tpu_experiments.rewards.advantages import Advantages, advantages
 from tpu_experiments.rewards.pool import Answer, RewardPool, Rewards
 from tpu_experiments.runtime.stacked import stacked
@@ -46,8 +43,8 @@ from tpu_experiments.storage.tensors import chunks_of, tensors_in
 from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Reading
-from tpu_experiments.training.outside_sampler import OutsideSampler
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
 from tpu_experiments.training.rollouts import Rollout, RolloutStore
@@ -94,34 +91,37 @@ class Sampler(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
 
 class OwnSampler:
     """Answers by the parameters that are being trained, on their devices; every process writes all of them."""
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
-        config, inputs, parameters = trainer.config, trainer.inputs, trainer.parameters
-        live = LiveModel(
-            trainer.model,
-            lora=config.lora,
-            parameters=parameters,
-            held=lambda: held_of(parameters),
-            place=trainer.runtime.place,
-        )
+        config, inputs = trainer.config, trainer.inputs
+        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime)
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(
-            live.module,
+            self._copy.module,
             runtime=trainer.runtime,
             choice=ChoiceConfig(do_sample=True, top_k=0),
             num_rows=config.rollout.num_rows,
             max_new_tokens=config.rollout.max_new_tokens,
             tokens_per_call=tokens_per_call(config),
             seed=config.seed,
-            live=live,
+            weights=lambda: self._copy.tensors,
+            is_alone=False,
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
-        """Do nothing: the programs read the current parameters."""
+        """Copy the current weights, with the adapters in them, until `sample` has ended."""
+        self._copy.refresh()
+
+    def close(self) -> None:
+        """Do nothing: all of it ends with the process."""
 
     def sample(
         self, prompts: Sequence[list[int]], *, draws: Sequence[int], iteration: int, temperature: float | None = None
@@ -134,6 +134,7 @@ class OwnSampler:
             part = slice(begin, begin + size)
             how: dict[str, Any] = {"bucket": self._bucket, "ends": self._ends, "sampling": sampling}
             parts.append(self._decoder.complete(prompts[part], draws=draws[part], **how))
+        self._copy.release()  # the memory is that of a step's activations
         arrays = ("ids_BN", "log_probs_BN", "lengths_B")
         return Completions(*(np.concatenate([getattr(part, name) for part in parts]) for name in arrays))
 
@@ -207,39 +208,12 @@ class PolicyTrainer(Trainer):
             self.sampler = self.build_sampler()
 
     def build_sampler(self) -> Sampler:
-        """Create what writes answers.
-
-        Raises:
-            ConfigError: a server writes them, and the run has several processes, or no adapter.
-        """
+        """Create what writes answers."""
         if self.config.rollout.sampler == "own":
             return OwnSampler(self, ends=self.ends)
-        return self.outside_sampler()
+        from tpu_experiments.training.outside_sampler import SharedSampler  # imports aiohttp, in 0.2 s
 
-    def outside_sampler(self) -> OutsideSampler:
-        """Connect to the server that writes answers; errors as of `build_sampler`."""
-        config, inputs, folder = self.config, self.inputs, self.outputs.folder
-        key = f"rollout.sampler={config.rollout.sampler}"
-        if self.runtime.world_size > 1 or self.runtime.hosts.size > 1:
-            raise ConfigError(f"{key} with several processes; one process asks the server; use hw.parallel=spmd.")
-        if config.lora.r == 0:
-            raise ConfigError(f"{key} with lora.r=0; the server loads adapters, and whole models not; set lora.r.")
-        decode = inputs.tokenizer.decode
-        made = OutsideSampler(
-            config.rollout,
-            base=self.model.source.reference,
-            name=f"{folder.name}-{config_hash(config)[:8]}",
-            folder=config.rollout.adapter_folder or folder.path("adapters"),
-            num_tokens=max(stage.geometry.seq_len for stage in inputs.stages),
-            seed=config.seed,
-            ends=self.ends,
-            vocab_size=int(self.model.source.config.vocab_size),
-            decode=lambda ids: str(decode(ids)),
-            write=lambda place, parameters: self.outputs.write_adapter(place, self.model, to_host(parameters)),
-            watch=self.leave_if_requested,
-        )
-        made.start()
-        return made
+        return SharedSampler(self, ends=self.ends)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -263,9 +237,8 @@ class PolicyTrainer(Trainer):
             super().run()
         finally:
             for part in ("rewards", "sampler"):
-                close = getattr(getattr(self, part, None), "close", None)
-                if close is not None:
-                    close()
+                if hasattr(self, part):
+                    getattr(self, part).close()
 
     # ---- iterations -----------------------------------------------------------------------------------------
 
