@@ -123,7 +123,9 @@ def test_answers_are_planned_beside_the_run(tmp_path: Path) -> None:
     assert found["beside_gib"] == pytest.approx(
         found["total_gib"] + plan_of_run["hbm_gib_per_chip"]["arguments"], rel=0.1
     )
-    assert found["seconds"] == pytest.approx(found["prefill_seconds"] + 8 * found["token_seconds"])
+    parts = found["merge_seconds"], found["prefill_seconds"], 8 * found["token_seconds"]
+    assert min(parts) > 0
+    assert found["seconds"] == pytest.approx(sum(parts))
     assert f"{1e3 * found['token_seconds']:.2f} ms a token" in done.stdout
     assert plan_of_run["num_programs"] == 3, "they are no programs of the run"
 

@@ -148,6 +148,7 @@ def answers_beside(plan: Plan, **changed: Any) -> Plan:
         limit_gib=31.25,
         num_devices=8,
         compile_seconds=12.0,
+        merge_seconds=0.02,
     )
     return replace(plan, decoding=replace(found, **changed))
 
@@ -158,13 +159,13 @@ def test_answers_have_their_speed_memory_and_price() -> None:
     for shown in (
         "decode        64 answers at once, prompts of 512 tokens + 512 new ones",
         "2.50 ms a token (estimate; floor of the HBM 2.00, 80 %), 25,600 tokens/s",
-        "prefill 0.250 + decoding 1.280 = 1.530 s for all",
+        "copy of the weights 0.020 + prefill 0.250 + decoding 1.280 = 1.550 s for all",
         "1.75 GiB per chip (weights 0.92, cache 0.75, temporaries 0.08), 3.95 of 31.25 beside what training keeps",
     ):
         assert shown in text
     price = plan.hw.price
     assert price is not None
-    dollars = 1.53 / 3600 * 8 * price.usd_per_chip_hour_spot / (64 * 512) * 1e6
+    dollars = 1.55 / 3600 * 8 * price.usd_per_chip_hour_spot / (64 * 512) * 1e6
     assert fields["usd_per_million_tokens_spot"] == pytest.approx(dollars)
     assert f"${dollars:.4f} spot" in text
     assert fields["fits"]

@@ -32,6 +32,8 @@ class Decoding:
     limit_gib: float
     num_devices: int
     compile_seconds: float
+    merge_seconds: float = 0.0
+    """Seconds in which a run makes the copy of its weights that all these answers are written with."""
 
     @property
     def fits(self) -> bool:
@@ -45,10 +47,10 @@ class Decoding:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the prompts to the ends of all answers."""
+        """Seconds from a run's weights and the prompts to the ends of all answers."""
         if self.prefill_seconds is None or self.decode_seconds is None:
             return None
-        return self.prefill_seconds + self.decode_seconds
+        return self.merge_seconds + self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -436,7 +436,7 @@ def _decoding_rows(plan: Plan) -> list[tuple[str, str]]:
         f"{found.total_gib:.2f} GiB per chip ({parts}), {found.beside_gib:.2f} of {found.limit_gib:.2f} beside what "
         "training keeps"
     )
-    if found.token_seconds is None or found.prefill_seconds is None or found.seconds is None:
+    if found.token_seconds is None or found.prefill_seconds is None or found.decode_seconds is None:
         return [("decode", f"{what}: no estimate, they do not fit"), ("", beside)]
     words = "" if found.fits else ": DOES NOT FIT"
     rows = [
@@ -449,8 +449,8 @@ def _decoding_rows(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "",
-            f"prefill {found.prefill_seconds:.3f} + decoding {found.seconds - found.prefill_seconds:.3f} = "
-            f"{found.seconds:.3f} s for all",
+            f"copy of the weights {found.merge_seconds:.3f} + prefill {found.prefill_seconds:.3f} + decoding "
+            f"{found.decode_seconds:.3f} = {found.seconds or 0:.3f} s for all",
         ),
         ("", f"{beside}{words}"),
     ]

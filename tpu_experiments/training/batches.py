@@ -265,6 +265,15 @@ class StepInfo:
     """Tokens of the global batch that are not padding."""
     is_last: bool
     """Whether the stage ends with it."""
+    examples: tuple[int, int] | None = None
+    """Learnt tokens of the global batch and its `objective.examples`; None where tokens alone are counted."""
+
+
+def _examples(batch: Batch, config: Config) -> tuple[int, int] | None:
+    if not config.objective.reads_pairs:
+        return None
+    answers = batch.num_answers
+    return batch.num_supervised, answers if config.objective.reads_single else answers // 2
 
 
 def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
@@ -445,7 +454,7 @@ def step_batches(
         whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
         whole = with_step_noise(whole, stage.index, step, config=config) if draws else whole
         mine = whole.slice_process(*process)
-        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
+        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, step == last, _examples(whole, config))
         mix = quantised_share(config, stage=stage.index, step=step)
         tensors = training_tensors(mine, geometry, lr=lr, mix=mix, inputs=config.objective.inputs())
         yield info, {**tensors, **added}

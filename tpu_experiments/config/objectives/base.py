@@ -43,6 +43,11 @@ class ObjectiveConfig:
     why_alone: ClassVar[str | None] = None
     """Why its runs share no program with others (config/packs.py)."""
 
+    @property
+    def examples(self) -> str | None:
+        """Return what its rows hold, as records call it; None of tokens alone."""
+        return ("answers" if self.reads_single else "pairs") if self.reads_pairs else None
+
     def known_labels(self) -> list[str] | None:
         """Return the labels in the order of their numbers; None where it has none, or they are not known yet.
 

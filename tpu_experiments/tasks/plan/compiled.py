@@ -51,7 +51,9 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
             try:
                 run = trace_run(config, which=which)
                 if settings.decode.rows is not None and which == "all":
-                    answers[number] = submit_decoding(config, settings.decode, compilers=compilers, folder=folder)
+                    answers[number] = submit_decoding(
+                        config, settings.decode, compilers=compilers, folder=folder, merge=run.merge
+                    )
             except ConfigError as error:
                 traced.append(error)
                 continue

@@ -35,7 +35,9 @@ class Submitted:
     settings: DecodeConfig
     rows: int
     programs: tuple[Lowered, Lowered]
-    futures: tuple[Future[Compiled], Future[Compiled]]
+    futures: tuple[Future[Compiled], ...]
+    merge: Lowered | None = None
+    """Program of a run that makes the copy of its weights, compiled last; None where the weights are there."""
 
     def planned(self, *, kept_gib: float = 0.0) -> Decoding:
         """Return the figures; waits for the compilers.
@@ -49,7 +51,8 @@ class Submitted:
         hw, settings = self.config.hw, self.settings
         assert hw.chip is not None, "hardware without a datasheet is refused before"
         compiled = [future.result() for future in self.futures]
-        read, write = (planned(p, c, hw=hw, trained=()) for p, c in zip(self.programs, compiled, strict=True))
+        lowered = (*self.programs, *((self.merge,) if self.merge is not None else ()))
+        read, write, *merge = (planned(p, c, hw=hw, trained=()) for p, c in zip(lowered, compiled, strict=True))
         calls, per_call = calls_of(settings)
         floor = bytes_of_chip(self.programs[1]) / (hw.chip.hbm_gb_per_second * 1e9)
         # No cycles are estimated for weights that are fetched while others are multiplied.
@@ -69,6 +72,7 @@ class Submitted:
             limit_gib=chip_limit_gib(hw),
             num_devices=hw.num_devices,
             compile_seconds=sum(each.seconds for each in compiled),
+            merge_seconds=sum(each.time.total_s for each in merge if each.time),
         )
 
 
@@ -88,7 +92,9 @@ def bytes_of_chip(program: Lowered) -> int:
     return sum(elements_of_chip(each, mesh=program.mesh) * ITEM_BYTES[each.dtype] for each in program.arguments)
 
 
-def submit_decoding(config: Config, settings: DecodeConfig, *, compilers: Compilers, folder: str) -> Submitted:
+def submit_decoding(
+    config: Config, settings: DecodeConfig, *, compilers: Compilers, folder: str, merge: Lowered | None = None
+) -> Submitted:
     """Lower the programs that write answers with a config's model, adapters merged, and start to compile them.
 
     Every chip has the whole model, or its share along `tensor`, and the cache of its own rows, whatever the table of
@@ -97,6 +103,7 @@ def submit_decoding(config: Config, settings: DecodeConfig, *, compilers: Compil
     Args:
         settings: `rows` is not null.
         folder: cache of compilations.
+        merge: the program that makes the copy of a run's weights, which is compiled too.
 
     Raises:
         ConfigError: the model writes no text, or prompt and answer are longer than it takes.
@@ -129,8 +136,9 @@ def submit_decoding(config: Config, settings: DecodeConfig, *, compilers: Compil
         seed=0,
     )
     programs = lowered_decoding(decoder, length=settings.prompt_tokens, with_shape=1)
-    read, write = (compilers.submit(program, hw=config.hw, folder=folder) for program in programs)
-    return Submitted(config, settings, decoder.num_rows, programs, (read, write))
+    every = (*programs, *((merge,) if merge is not None else ()))
+    futures = tuple(compilers.submit(program, hw=config.hw, folder=folder) for program in every)
+    return Submitted(config, settings, decoder.num_rows, programs, futures, merge)
 
 
 def lowered_decoding(decoder: Decoder, *, length: int, with_shape: int = 0) -> tuple[Lowered, Lowered]:
