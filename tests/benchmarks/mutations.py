@@ -606,6 +606,62 @@ DEFECTS = (
         'COMBINING = ("all-reduce",)',
         "tests/planning/test_orders.py",
     ),
+    Defect(
+        "prompts: one that is trained on is held out too",
+        "tpu_experiments/data/prompts.py",
+        "train = [prompt for key, prompt in own.items() if key not in shared]",
+        "train = list(own.values())",
+        "tests/data/test_prompts.py",
+    ),
+    Defect(
+        "prompts: the first token of the answer is given away",
+        "tpu_experiments/data/prompts.py",
+        "(tokens.flags & LEARN)[0])].tolist()",
+        "(tokens.flags & LEARN)[0]) + 1].tolist()",
+        "tests/data/test_prompts.py",
+    ),
+    Defect(
+        "prompts: a question without an answer is split by another hash",
+        "tpu_experiments/data/prompts.py",
+        "key = prompt_key if self.source.split_by == FIRST_TURN else content_key",
+        "key = content_key",
+        "tests/data/test_prompts.py",
+    ),
+    Defect(
+        "prompts: a damaged file is read",
+        "tpu_experiments/data/prompts.py",
+        "        require_seal(content, path=path)\n",
+        "",
+        "tests/data/test_prompts.py",
+    ),
+    Defect(
+        "rollouts: the last token of a prompt is learnt",
+        "tpu_experiments/training/rollouts.py",
+        "(column_T >= self.prompt_lengths_N[:, None])",
+        "(column_T >= self.prompt_lengths_N[:, None] - 1)",
+        "tests/training/test_rollouts.py",
+    ),
+    Defect(
+        "rollouts: another file than the checkpoint names is learnt",
+        "tpu_experiments/training/rollouts.py",
+        "if sha256 is not None and found != sha256:",
+        "if False:",
+        "tests/training/test_rollouts.py",
+    ),
+    Defect(
+        "rollouts: the first behind a rollback stays",
+        "tpu_experiments/training/rollouts.py",
+        "if number > iteration:",
+        "if number > iteration + 1:",
+        "tests/training/test_rollouts.py",
+    ),
+    Defect(
+        "rollouts: rows have no room for an answer",
+        "tpu_experiments/config/defaults.py",
+        "longest = None if prompt is None else prompt + config.rollout.max_new_tokens",
+        "longest = prompt",
+        "tests/config/test_rollout.py",
+    ),
 )
 
 
