@@ -33,6 +33,12 @@ def losses(folder: Path) -> list[tuple[int, str, float]]:
     return [(record["step"], key, record[key]) for record in records(folder) for key in keys if key in record]
 
 
+def measures(folder: Path) -> list[tuple[int, str, float]]:
+    """Every measure of preferences that training steps report, with its step."""
+    found = [(record["step"], key.removeprefix("train/"), record[key]) for record in records(folder) for key in record]
+    return [each for each in found if each[1].startswith(("rewards/", "logps/"))]
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize(
     "more",
@@ -110,6 +116,10 @@ def test_points_of_preferences_with_losses_of_their_own_end_as_alone(tmp_path: P
         mine, theirs = losses(tmp_path / name), losses(point)
         assert len(mine) > 6
         assert [loss for _, _, loss in theirs] == pytest.approx([loss for _, _, loss in mine], rel=1e-5, abs=1e-5)
+        mine, theirs = measures(tmp_path / name), measures(point)
+        assert [key for _, key, _ in theirs] == [key for _, key, _ in mine]
+        assert {"rewards/margins", "rewards/accuracies", "logps/chosen"} <= {key for _, key, _ in mine}
+        assert [value for _, _, value in theirs] == pytest.approx([value for _, _, value in mine], rel=1e-4, abs=1e-4)
         results = [json.loads((folder / "result.json").read_text()) for folder in (tmp_path / name, point)]
         assert results[0]["num_compiles"] == results[1]["num_compiles"]
         assert results[1]["compiles_after_warmup"] == 0

@@ -1,6 +1,8 @@
 """SIGKILL a run on preferences in its reference pass, evaluations, steps and saves, and hold it against one left alone.
 
-python -m tests.benchmarks.crash_preferring [--rounds 1] [--seed 0] [--folder DIR]
+python -m tests.benchmarks.crash_preferring [--rounds 1] [--seed 0] [--folder DIR] [--pack]
+
+With `--pack` it is a sweep of two points in one program.
 
 Every round is one run that is killed nine times: by a drawn delay twice after each line of `BEFORE`, once while it
 saves, and once after each line of `AFTER`. Its prepared rows and its stored reference are its own, so a kill in the
@@ -23,6 +25,7 @@ WORDS = (
     *("objective=dpo", "data=ro_dpo_helpsteer", "curriculum=single", "trainer.seq_len=128"),
     *("lora.alpha=16", "optim.lr=1e-3", "data.ro_dpo_helpsteer.epochs=8"),
 )
+SWEEP = ("sweeping.pack=2", "objective.beta=0.1,0.5")
 
 
 def main() -> None:
@@ -30,12 +33,13 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--folder", type=Path)
+    options.add_argument("--pack", action="store_true")
     given = options.parse_args()
     place = given.folder or Path(tempfile.mkdtemp(prefix="crash_preferring_"))
-    rng, whole = random.Random(given.seed), run_in(place / "whole")
+    rng, whole = random.Random(given.seed), run_in(place / "whole", is_pack=given.pack)
     whole.finish()
     for number in range(given.rounds):
-        killed = run_in(place / f"killed_{number}")
+        killed = run_in(place / f"killed_{number}", is_pack=given.pack)
         for line, longest in BEFORE.items():
             for _ in range(2):
                 killed.kill_after_line(line, delay=rng.random() * longest)
@@ -51,8 +55,8 @@ def main() -> None:
         print(f"{len(killed.deaths)} kills: equal in every record, row and byte", flush=True)
 
 
-def run_in(folder: Path) -> Run:
-    return Run(folder, (*WORDS, f"prepare.folder={folder / 'prepared'}"))
+def run_in(folder: Path, *, is_pack: bool = False) -> Run:
+    return Run(folder, (*WORDS, f"prepare.folder={folder / 'prepared'}"), SWEEP if is_pack else ())
 
 
 def told(run: Run) -> None:

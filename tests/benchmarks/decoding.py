@@ -1,8 +1,7 @@
-"""Planned speed of the decoder's programs on a TPU, by its compiler: milliseconds a token, tokens/s, memory.
+"""Planned speed of the decoder's programs on a TPU: those of `task=plan task.decode.rows=`, without a run's others.
 
     ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.benchmarks.decoding qwen05b v5e1 --rows 64 --prompt 512 --new 512
-    ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.benchmarks.decoding qwen05b v5e8 --rows 256 --prompt 256 --new 256 \\
-        sharding=replicated
+    ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.benchmarks.decoding qwen05b v5e8 --rows 256 --prompt 256 --new 256
     ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.benchmarks.decoding gemma3_270m v5e1 --rows 32 --prompt 256 --new 256
 
 The compiler estimates no cycles for `top_k` (a custom call) and none for weights that are fetched while it computes: a
@@ -19,19 +18,10 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 from hydra import compose, initialize_config_dir
 
 from tpu_experiments.config.compose import to_config
-from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.config.schema import Config, register
-from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.passes.generation import Decoder
-from tpu_experiments.models.sources.frozen import build_frozen
-from tpu_experiments.planning.compiled import ITEM_BYTES, Compilers, elements_of_chip
-from tpu_experiments.planning.hlo.program import read_program
-from tpu_experiments.runtime.lowered import Lowered
-from tpu_experiments.runtime.tracing import tracing_runtime
-from tpu_experiments.tasks.plan.decoding import lowered_decoding
-from tpu_experiments.tasks.plan.formulas import shapes_source
-
-GIB = 2**30
+from tpu_experiments.config.schema import register
+from tpu_experiments.config.task_schema import DecodeConfig
+from tpu_experiments.planning.compiled import Compilers
+from tpu_experiments.tasks.plan.decoding import submit_decoding
 
 
 def main() -> None:
@@ -48,40 +38,18 @@ def main() -> None:
     with initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base="1.3"):
         own = [f"model={chosen.model}", f"hw={chosen.hw}", "data=sample_text", *overrides]
         config = to_config(compose("config", overrides=own))
-    runtime = tracing_runtime(config.hw, sharding=config.sharding)
-    module = build_frozen(shapes_source(config), lora=LoraConfig(r=0), trained={}, place=runtime.place)
-    decoder = Decoder(
-        module,
-        runtime=runtime,
-        choice=ChoiceConfig(do_sample=True, top_k=chosen.top_k),
-        num_rows=chosen.rows,
-        max_new_tokens=chosen.new,
-        tokens_per_call=chosen.call,
-        seed=0,
-    )
-    programs = lowered_decoding(decoder, length=chosen.prompt, with_shape=1)
+    settings = DecodeConfig(chosen.rows, chosen.prompt, chosen.new, chosen.call, chosen.top_k)
     with tempfile.TemporaryDirectory() as folder, Compilers(1) as compilers:
-        for program, tokens in zip(programs, (1, decoder.tokens_per_call), strict=True):
-            compiled = compilers.submit(program, hw=config.hw, folder=folder).result()
-            if compiled.memory is None:
-                print(f"{program.name}: does not fit")
-                continue
-            cost, memory = read_program(compiled.optimized_hlo()), compiled.memory
-            seconds = cost.cycles / (config.hw.chip.clock_ghz * 1e9) / tokens
-            moved = ", ".join(f"{t.kind} {t.num_bytes:,} bytes" for t in cost.transfers) or "none"
-            print(
-                f"{program.name}: {seconds * 1e3:.2f} ms"
-                f"{against_floor(config, program, seconds=seconds, rows=chosen.rows) if tokens > 1 else ''}; "
-                f"{memory.total / GIB:.2f} GiB a chip, {memory.temporaries / GIB:.2f} of it temporary; "
-                f"collectives: {moved}"
-            )
-
-
-def against_floor(config: Config, program: Lowered, *, seconds: float, rows: int) -> str:
-    """Tokens a second, and the time in which a chip reads its weights and its cache once."""
-    sizes = (elements_of_chip(each, mesh=program.mesh) * ITEM_BYTES[each.dtype] for each in program.arguments)
-    floor = sum(sizes) / (config.hw.chip.hbm_gb_per_second * 1e9)
-    return f" a token, {rows / seconds:,.0f} tokens/s, floor {floor * 1e3:.2f} ms ({floor / seconds:.0%})"
+        found = submit_decoding(config, settings, compilers=compilers, folder=folder).planned()
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in found.classes.items())
+    if found.prefill_seconds is None or found.token_seconds is None:
+        print(f"does not fit: {found.total_gib:.2f} GiB a chip ({parts})")
+        return
+    print(f"read: {found.prefill_seconds * 1e3:.2f} ms")
+    print(
+        f"write: {found.token_seconds * 1e3:.2f} ms a token, {found.rows / found.token_seconds:,.0f} tokens/s, floor "
+        f"{found.floor_seconds * 1e3:.2f} ms ({found.share_of_floor:.0%}); {found.total_gib:.2f} GiB a chip ({parts})"
+    )
 
 
 if __name__ == "__main__":

@@ -243,6 +243,10 @@ CASES = {
         ["tpu_experiments.optim.adamw has no Adam. Did you mean 'AdamW'?"],
     ),
     "base schema": (["optim=base"], ["optim._target_=???; it has no value; set it"]),
+    "a recipe without the run that it goes on from": (
+        ["experiment=mistral7b_ro_dpo"],
+        ["start.run=<run of mistral7b_ro>; ", "write start.run=outputs/mistral7b_ro"],
+    ),
     "undefined interpolation": (["output_dir=${nowhere}"], ["output_dir; ", "nowhere"]),
 }
 

@@ -22,10 +22,11 @@ from tpu_experiments.config.objectives import OBJECTIVES
 from tpu_experiments.config.schema import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
+TO_GIVE = {"mistral7b_ro_dpo": ["start.run=outputs/mistral7b_ro"]}
 RECIPES = {
     "default": [],
     "tiny": [*TINY_JOB],
-    **{name: [f"experiment={name}"] for name in names("experiment")},
+    **{name: [f"experiment={name}", *TO_GIVE.get(name, [])] for name in names("experiment")},
 }
 MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")

@@ -157,14 +157,22 @@ def test_a_pair_is_two_texts():
     assert [len(ids) for ids in documents([3, 1]).texts()] == [3, 1]
 
 
+def test_a_single_answer_is_one_text():
+    good, bad = (np.array(flags, np.uint8) for flags in ([0, LEARN, LEARN, SECOND], [0, SECOND, LEARN, LEARN]))
+    found = [Tokens(np.arange(4, dtype=np.int32) + first, flags, "") for first, flags in ((0, good), (4, bad))]
+    assert [ids.tolist() for ids in HeldOut("a", "preference", flatten(found), 2).texts()] == [[0, 1, 2], [5, 6, 7]]
+
+
 def test_values_of_segments_come_to_their_pair():
     given_pairs = pairs([(5, 6), (4, 4), (7, 3), (3, 3)])
     laid_out = rows_of_documents(given_pairs, seq_len=24, pad_id=0)
     rows = laid_out.rows
-    lengths_NS = [[np.count_nonzero(rows.segments_NT[row] == s) for s in range(1, 9)] for row in range(rows.num_rows)]
-    values_D2, learnt_D2 = laid_out.per_pair(np.array(lengths_NS, np.float32), given_pairs)
-    assert values_D2.tolist() == [[5, 6], [4, 4], [7, 3], [3, 3]]
-    assert (learnt_D2 == 2).all()
+    lengths_NS = [[np.count_nonzero(rows.segments_NT[row] == s) for s in range(1, 5)] for row in range(rows.num_rows)]
+    learnt_NS = laid_out.segment_lengths()
+    assert learnt_NS.shape == (2, 4), "the fullest row has two pairs"
+    assert learnt_NS.sum() == 16
+    values_NP2 = np.array(lengths_NS, float).reshape(rows.num_rows, -1, 2)
+    assert laid_out.per_pair(values_NP2, given_pairs).tolist() == [[5, 6], [4, 4], [7, 3], [3, 3]]
 
 
 def test_pairs_longer_than_a_row_are_left_out_with_their_value(caplog):

@@ -22,7 +22,8 @@ from tpu_experiments.config.data_schema import CleanConfig, DataSourceConfig, Du
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.audit.findings import audit_findings
 from tpu_experiments.data.audit.page import audit_pages
-from tpu_experiments.data.audit.summary import answers_text, audit_table
+from tpu_experiments.data.audit.summary import answers_text, audit_table, pairs_text
+from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.blocks import read_texts
 from tpu_experiments.data.steps.pack import FlatTokens, flatten, pack
@@ -95,6 +96,8 @@ def test_a_pair_is_two_segments_beside_each_other(tmp_path, tokenizer, packing):
     source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
     found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(256,), packing=packing)["x"]
     packed = all_rows(found, "train", 256)
+    batch = Batch(packed.ids_NT, packed.learn_NT, packed.positions_NT, packed.segments_NT, labels=[])
+    assert batch.num_answers == 2 * len(rows)
     wanted = {
         tuple(map(tuple, (chosen.tolist(), rejected.tolist()))): (first, second)
         for tokens in tokens_of(documents_of(tmp_path, rows), tokenizer)
@@ -183,8 +186,15 @@ def test_a_pair_whose_answers_do_not_fit_is_dropped_and_counted(tmp_path, tokeni
         train = manifest["splits"]["train"]
         kept[long_documents] = (train["documents"], train["documents_truncated"], manifest["documents_reported"])
         assert train["documents_split"] == 0
+        assert manifest["noticed"]["pairs"]["count"] == 20
+        left_out = {"split": 1, "drop": 2}[long_documents]
+        assert f"20 to train, {left_out} of them too long for a row but counted here, chosen" in plain(manifest)
     assert kept["split"] == (19, 1, {"too_long": 1})
     assert kept["drop"] == (18, 0, {"too_long": 2})
+
+
+def plain(manifest):
+    return pairs_text(manifest).replace("\xa0", " ")
 
 
 @pytest.mark.parametrize("ends", [("da", "nu"), ("da", "da, dar altfel")])
@@ -319,6 +329,12 @@ def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tokenizer):
     ):
         prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,))
     source.on_bad_row = "skip"
+    rows[7] |= {"chosen": "if a:\n    b", "rejected": "if a:\n b"}
+    write_lines(tmp_path / "a.jsonl", rows)
+    manifest = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,))["x"].manifests[128]
+    assert manifest["documents_reported"] == {"empty_answer": 1, "same_answers": 2}
+    told = [example["message"] for example in manifest["examples"]["same_answers"]]
+    assert [("blanks at their ends" in message) for message in told] == [False, True]
     trims = with_template(tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'] | trim"))
     manifest = prepared({"x": source}, folder=tmp_path, tokenizer=trims, seq_lens=(128,))["x"].manifests[128]
     assert manifest["documents_reported"] == {"empty_answer": 1, "same_answers": 2}
@@ -535,14 +551,27 @@ def test_the_prompt_of_a_single_answer_is_cut(tmp_path, tokenizer, good):
     [
         ({"prompt": "Ce?", "completion": "Da.", "label": "maybe"}, "has \"maybe\" in 'label'"),
         ({"prompt": "Ce?", "completion": "Da.", "label": 2}, "has 2 in 'label'"),
-        ({"prompt": "Ce?", "completion": " ", "label": True}, "has an empty answer"),
-        ({"prompt": "Ce?", "label": True}, "has no answer"),
+        ({"prompt": "Ce?", "completion": " ", "label": True}, "has an empty answer in 'completion'"),
+        ({"prompt": "Ce?", "output": [{"role": "assistant", "content": " "}], "kto_tag": 1}, "answer in 'output'"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], "label": 1},
+            "'messages'",
+        ),
+        ({"question": " ", "completion": "Da.", "label": True}, "has nothing in 'question', which"),
+        ({"prompt": "Ce?", "label": True}, "a turn of the assistant in 'prompt' nor a field 'completion or response"),
     ],
 )
 def test_a_bad_single_answer_is_told(tmp_path, row, said):
     path = write_lines(tmp_path / "rows.jsonl", [single(0), row])
     _, refused = read(path, kind="preference", format="unpaired")
     assert said in refused.message
+
+
+def test_an_empty_answer_of_a_pair_is_told_with_its_column(tmp_path):
+    row = {"prompt": "Ce?", "chosen_response": "Da.", "rejected_response": [{"role": "assistant", "content": " "}]}
+    path = write_lines(tmp_path / "rows.jsonl", [row])
+    (refused,) = read(path, kind="preference", format="explicit_prompt")
+    assert "has an empty answer in 'rejected_response'" in refused.message
 
 
 def test_rows_without_a_label_are_no_single_answers(tmp_path):

@@ -34,7 +34,7 @@ EXPLICIT = [
             turn(USER, "Și a Franței?"),
         ],
         "chosen": [turn(ASSISTANT, "Paris, pe Sena.")],
-        "rejected": [turn(ASSISTANT, "Paris, pe Sena. ")],
+        "rejected": [turn(ASSISTANT, "Paris,  pe Sena.")],
     },
 ]
 IMPLICIT = [

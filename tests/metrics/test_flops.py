@@ -154,6 +154,34 @@ def test_encoders_have_the_products_that_are_counted(model: str, attention: str)
 
 
 @pytest.mark.xla
+@pytest.mark.parametrize("lora", ["none", "all_linear_r8"])
+def test_kto_has_the_products_of_its_second_forward_pass(lora: str) -> None:
+    """That over the mismatched answers, which has no backward pass."""
+    import torch
+
+    from tpu_experiments.objectives.base import Computing
+    from tpu_experiments.objectives.kto import Kto
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    config = composed(
+        "model=qwen05b", "objective=kto", "data=stories_pairs_ro", "model.size=tiny", "model.dtype=float32",
+        f"lora={lora}", "model.attention=sdpa", "model.remat=none",
+    )  # fmt: skip
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    objective = Kto(computing=Computing(loop=runtime.loop))
+    run = Run(config, runtime, row_loss=objective.row_loss, count=objective.count)
+    host = random_batch(0, rows=ROWS, seq_len=SEQ_LEN) | {"reference": torch.zeros(1, ROWS, SEQ_LEN)}
+    found = read_program(hlo_of(run.step(run.parameters, run.state, runtime.put(host, rows_dim=1))[2])).dot_flops
+    arch = run.model.source.config
+    flops = trained_flops(config, arch, seq_len=SEQ_LEN)
+    sizes = read_decoder(arch)
+    every = 4.0 * sizes.num_heads * sizes.head_dim * sizes.num_layers * SEQ_LEN
+    assert found / (ROWS * SEQ_LEN) == pytest.approx(flops.total + 4 * every - flops.attention, rel=1e-9)
+
+
+@pytest.mark.xla
 def test_masked_diffusion_has_the_products_of_both_sides() -> None:
     import torch
 

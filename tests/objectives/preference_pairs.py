@@ -98,6 +98,12 @@ def of_orpo(pairs: list[Pair]) -> dict[str, Any]:
     return made
 
 
+def of_reward(pairs: list[Pair]) -> dict[str, Any]:
+    """The batch of TRL's collator of reward models: chosen answers, then rejected ones."""
+    both = [p + c for p, c, _ in pairs] + [p + r for p, _, r in pairs]
+    return {"input_ids": padded(both, 0), "attention_mask": padded([[1] * len(ids) for ids in both], 0)}
+
+
 def of_kto(examples: list[Pair]) -> dict[str, Any]:
     """The batch of TRL's KTO collator, each prompt also with the answer before it."""
     own = [(prompt, chosen or rejected) for prompt, chosen, rejected in examples]

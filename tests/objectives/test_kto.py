@@ -8,6 +8,7 @@ from tests.objectives.preference_pairs import labelled, made_pairs, packed, with
 from tests.objectives.test_preference import batch_of, make_run, moved  # noqa: F401
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.kto import Kto, mismatched
+from tpu_experiments.objectives.preference import by_segment
 
 pytestmark = pytest.mark.xla
 SEQ_LEN, VOCAB = 96, 4000
@@ -123,3 +124,50 @@ def test_padding_counts_nothing(make_run):  # noqa: F811
     assert objective.count(empty).item() == 0
     assert [each.sum().item() for each in objective.row_loss(run.model.module, run.parameters, empty)] == [0, 0]
     assert np.isnan(objective.summary([0.0] * 11).loss)
+
+
+@pytest.mark.parametrize("kind", ["single", "pairs"])
+def test_measures_of_documents_are_those_of_their_rows(make_run, kind):  # noqa: F811
+    """A document for itself, on the host, and rows, on the device; a row with a single answer has a z of 0."""
+    objective = objective_of(desirable_weight=1.5, beta=0.5)
+    run, pairs = make_run(objective), made_pairs(0, count=9, vocab=VOCAB)
+    rows = rows_of(run, objective, pairs if kind == "pairs" else labelled(pairs), per_row=2)
+    reference = objective.reference_values(run.model.module, run.parameters, rows)
+    moved(run, by=0.05)
+    values = objective.reference_values(run.model.module, run.parameters, rows)
+    lengths = by_segment(rows["segments"], rows["learn"].float())
+    reference, values, lengths = (each[:, :6].double() for each in (reference, values, lengths))
+    sums = objective.document_sums(values.numpy(), reference.numpy(), lengths.numpy())
+    assert sums.shape[:2] == (5, 3)
+    assert not sums[:, 2].any(), "an empty place"
+    expected = objective.summary(objective.sums(run.model.module, run.parameters, rows).tolist())
+    found = objective.measures(sums.sum((0, 1)))
+    assert found.pop("loss") == pytest.approx(expected.loss, rel=1e-4)
+    assert 0 < found.pop("rewards/auc") < 1
+    assert found == pytest.approx(expected.measures, rel=1e-4, abs=1e-5)
+    assert expected.measures["kl"] > 0.01
+
+
+def test_measures_of_answers_of_one_kind_are_those_that_are_known():
+    """All of them good: no bad answer's reward, no margin, and no area under a curve; resampled sums are a row each."""
+    values = np.array([[[-3.0, 0], [0, 0], [-9, 0], [0, 0]]])
+    lengths = np.array([[2.0, 0, 2, 0]])
+    sums = Kto(beta=1.0).document_sums(values, np.zeros_like(values), lengths)[0]
+    found = Kto(beta=1.0).measures([*np.stack([sums.sum(0), sums[0]]).T])
+    assert found["rewards/chosen"].tolist() == [-6, -3]
+    assert {name for name, value in found.items() if not np.isfinite(value).any()} == {
+        *("rewards/rejected", "logps/rejected", "rejected_tokens", "rewards/margins", "rewards/auc")
+    }
+    tied = Kto().measures(Kto().document_sums(np.zeros((1, 4, 2)), np.zeros((1, 4, 2)), np.ones((1, 4))).sum((0, 1)))
+    assert (tied["rewards/auc"], tied["rewards/accuracies"], tied["loss"]) == (0.5, 0.5, 0.5)
+
+
+def test_the_area_under_the_curve_counts_how_often_a_good_answer_has_the_higher_reward():
+    """Rewards of good answers 3, 1 and -0.2, of bad ones 2, 0.5 and -0.4; then one pair is tied."""
+    rewards = np.array([[3, 2, 1, 0.5, -0.2, -0.4]])
+    values = np.stack([rewards / 0.1, np.zeros_like(rewards)], -1)
+    sums = Kto(beta=0.1).document_sums(values, np.zeros_like(values), np.ones((1, 6)))
+    assert Kto().measures(sums.sum((0, 1)))["rewards/auc"] == pytest.approx((3 + 2 + 1) / 9)
+    values[0, 2] = values[0, 3]
+    sums = Kto(beta=0.1).document_sums(values, np.zeros_like(values), np.ones((1, 6)))
+    assert Kto().measures(sums.sum((0, 1)))["rewards/auc"] == pytest.approx((3 + 1.5 + 1) / 9)

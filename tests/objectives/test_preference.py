@@ -1,6 +1,7 @@
 """Losses of pairs: where they begin, which way round, packed or padded, split or whole; their measures; their rows."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.schema import PrepareConfig
-from tpu_experiments.objectives.base import Computing
+from tpu_experiments.models.adapters.lora import scale_of
+from tpu_experiments.models.sources.build import build_model
+from tpu_experiments.objectives.base import Computing, model_source, on_host
 from tpu_experiments.objectives.preference import SUMS, Preference, by_segment
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.tasks.evaluate.subject import subject_of
 from tpu_experiments.training.canary import halved
+from tpu_experiments.training.pack import PackedStep
 
 pytestmark = pytest.mark.xla
 LOSSES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo")
@@ -137,9 +141,9 @@ def test_measures_of_documents_are_those_of_their_rows(make_run, settings):
     moved(run)
     values = objective.reference_values(run.model.module, run.parameters, rows)
     lengths = by_segment(rows["segments"], rows["learn"].float())
-    documents = [each[:, :4].reshape(COUNT, 2).double().numpy() for each in (values, reference, lengths)]
-    sums = objective.document_sums(*documents)
-    assert sums.shape == (COUNT, len(SUMS))
+    sums = objective.document_sums(*(each[:, :6].double().numpy() for each in (values, reference, lengths)))
+    assert sums.shape == (COUNT // 2, 3, len(SUMS)), "the third place is empty"
+    sums = sums[:, :2].reshape(COUNT, -1)
     expected = objective.summary(objective.sums(run.model.module, run.parameters, rows).tolist())
     found = objective.measures(sums.sum(0))
     assert abs(expected.measures["rewards/margins"]) > 1e-3
@@ -171,12 +175,43 @@ def test_a_step_reports_the_measures_of_its_rows_and_is_otherwise_the_same(make_
     assert measures == pytest.approx(expected.measures, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("sft_weight", [0.0, 0.5])
+def test_points_of_a_pack_report_the_measures_of_their_own_rows(make_run, make_config, sft_weight):
+    """Each has a beta, pairs and parameters of its own."""
+    runs, batches, expected = [], [], []
+    for number, beta in enumerate((0.1, 0.7)):
+        objective = objective_of("sigmoid", beta=beta, sft_weight=sft_weight)
+        run = make_run(objective)
+        rows = rows_of(run, objective, made_pairs(number, count=COUNT, vocab=4000))
+        moved(run, by=0.01 * (number + 1))
+        run.step.reported = objective.reported_loss
+        rows |= {name: torch.full((len(rows["ids"]),), value) for name, value in objective.settings.items()}
+        batch = {name: tensor.reshape(2, -1, *tensor.shape[1:]) for name, tensor in rows.items()}
+        batches.append(batch | {"lr": torch.tensor([1e-2])})
+        runs.append(run)
+        expected.append((objective, *run.step(run.parameters, run.state, batches[-1])))
+    config = make_config("model=qwen05b", *TINY)
+    common = replace(config.lora, alpha=float(config.lora.r))
+    module = build_model(model_source(config), lora=common, seed=0, place=on_host, is_packed=True).module.train()
+    given = {"scales": torch.full((2,), scale_of(config.lora)), "thresholds": torch.zeros(2, dtype=torch.int32)}
+    step = PackedStep(module, [run.step for run in runs])
+    found = step([run.parameters for run in runs], [run.state for run in runs], batches, **given)
+    for (parameters, _, output), (objective, alone, _, own) in zip(found, expected, strict=True):
+        measures = objective.measures(output.reported.tolist())
+        assert measures == pytest.approx(objective.measures(own.reported.tolist()), rel=1e-5, abs=1e-6)
+        assert abs(measures["rewards/margins"]) > 1e-3
+        torch.testing.assert_close(output.row_losses_AR, own.row_losses_AR, atol=1e-5, rtol=1e-5)
+        for name, value in alone.items():
+            torch.testing.assert_close(parameters[name], value, atol=2e-5, rtol=0)
+
+
 def test_kl_is_the_mean_log_ratio_of_the_answers_tokens_and_a_tie_counts_half():
-    documents = np.array([[[-4.0, -6.0], [-1.0, -9.0]], [[-5.0, -5.0], [-1.0, -6.0]], [[2.0, 4.0], [1.0, 3.0]]])
-    found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*documents).sum(0))
+    rows = np.array([[[-4.0, -6.0, -1.0, -9.0]], [[-5.0, -5.0, -1.0, -6.0]], [[2.0, 4.0, 1.0, 3.0]]])
+    found = Preference(beta=0.5).measures(Preference(beta=0.5).document_sums(*rows).sum((0, 1)))
     assert found["kl"] == pytest.approx((1 - 1 + 0 - 3) / 10)
     assert found["rewards/margins"] == pytest.approx(0.5 * (2 + 3) / 2)
-    assert Preference().measures(Preference().document_sums(*documents[[0, 0, 2]]).sum(0))["rewards/accuracies"] == 0.5
+    tied = Preference().document_sums(*rows[[0, 0, 2]]).sum((0, 1))
+    assert Preference().measures(tied)["rewards/accuracies"] == 0.5
 
 
 def test_smoothing_of_labels_belongs_to_two_losses():

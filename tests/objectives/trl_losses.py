@@ -17,6 +17,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.objectives.preference_pairs import (
@@ -26,6 +27,7 @@ from tests.objectives.preference_pairs import (
     of_dpo,
     of_kto,
     of_orpo,
+    of_reward,
     packed,
     with_reference,
 )
@@ -33,6 +35,7 @@ from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.kto import Kto
 from tpu_experiments.objectives.preference import Preference
+from tpu_experiments.objectives.reward import Reward
 
 VOCAB = 64
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -55,19 +58,24 @@ LOSSES: dict[str, dict[str, Any]] = {
     "simpo_sft": {"loss": "simpo", "beta": 2.0, "gamma_beta_ratio": 0.25, "sft_weight": 0.5},
     "orpo": {"loss": "orpo", "beta": 0.3},
     "kto": {"loss": "kto", "beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.7},
+    "reward": {"loss": "reward"},
+    "centred": {"loss": "reward", "center_rewards_coefficient": 0.2},
 }
 RATE = 0.02
 PAIRS = 5
 
 
-def model_of(name: str) -> Any:
-    """The model with random weights, whose logits differ by more than rounding."""
-    from transformers import AutoModelForCausalLM
+def model_of(name: str, *, is_scored: bool) -> Any:
+    """The model with random weights, whose logits differ by more than rounding, with a scalar head or the usual one."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
     config = config_from_arch({"model_type": name, **MODELS[name]})
     config._attn_implementation = "eager"
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if is_scored:
+        config.num_labels = 1
+    auto = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
+    module = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim > 1:
@@ -88,6 +96,12 @@ def of_trl(name: str, module: Any, reference: Any) -> Any:
         vars(trainer).update(common, loss_type=loss, alpha=0.0, cpo_alpha=settings.get("sft_weight", 0.0))
         trainer.simpo_gamma = settings.get("gamma_beta_ratio", 0.0) * beta
         return lambda pairs: trainer.get_batch_loss_metrics(module, of_orpo(pairs), "train")[0]
+    if loss == "reward":
+        trainer = object.__new__(RewardTrainer)
+        vars(trainer).update(common, model=module, _total_train_tokens=0, _tp_size=1)
+        trainer.args = SimpleNamespace(center_rewards_coefficient=settings.get("center_rewards_coefficient"))
+        trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        return lambda pairs: trainer.compute_loss(module, of_reward(pairs))
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
     add_fused_lm_head(module, outputs=outputs)
     add_fused_lm_head(reference, outputs=outputs)
@@ -111,16 +125,17 @@ def of_trl(name: str, module: Any, reference: Any) -> Any:
 def of_ours(name: str, module: Any) -> Any:
     """A function from pairs to our loss over packed rows; the reference is the module as it is now."""
     settings, start = dict(LOSSES[name]), copy.deepcopy(module)
-    is_kto = settings["loss"] == "kto"
-    if is_kto:
+    kind: Any = {"kto": Kto, "reward": Reward}.get(settings["loss"], Preference)
+    is_kto = kind is Kto
+    if kind is not Preference:
         del settings["loss"]
-    objective: Any = (Kto if is_kto else Preference)(**settings, computing=Computing(chunk_tokens=24))
+    objective = kind(**settings, computing=Computing(chunk_tokens=24))
 
     def loss_of(pairs: list[Pair]) -> Tensor:
         # z is that of a row here, of a batch in TRL: all answers in one row.
         rows = packed(labelled(pairs), per_row=PAIRS, seq_len=96) if is_kto else packed(pairs, per_row=2, seq_len=64)
         own = dict(module.named_parameters())
-        if is_kto or objective.has_reference:
+        if is_kto or getattr(objective, "has_reference", False):
             values = objective.reference_values(start, dict(start.named_parameters()), rows)
             rows = with_reference(rows, values)
         sums, _ = objective.row_loss(module, own, rows)
@@ -142,7 +157,8 @@ def stepped(module: nn.Module, loss: Tensor, *, rate: float = RATE) -> tuple[flo
 
 def compared(model: str, name: str, *, steps: int) -> dict[str, float]:
     """The largest differences of losses and gradients over the steps, and what moved."""
-    ours, theirs = model_of(model), model_of(model)
+    is_scored = LOSSES[name]["loss"] == "reward"
+    ours, theirs = (model_of(model, is_scored=is_scored) for _ in range(2))
     our_loss, their_loss = of_ours(name, ours), of_trl(name, theirs, copy.deepcopy(theirs))
     # TRL's ORPO learns the prompt as well, and we what the paper does: equal for prompts of one token.
     prompt = 1 if LOSSES[name]["loss"] == "orpo" else 6

@@ -1,12 +1,14 @@
 """The length of a run: evaluations as the trainer makes them, compiled or assumed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.config.composing import composed
 from tpu_experiments.config.curriculum import long_warmups, resolve_stages, uneven_rows
 from tpu_experiments.config.defaults import FORWARD_SHARE
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.length import OutsideSteps, assumed_steps, between_steps, run_length
 from tpu_experiments.planning.timing import StepTime
 
@@ -72,6 +74,11 @@ def test_a_loss_that_compares_with_a_reference_reads_every_row_of_an_epoch_befor
     assert assumed.reference_seconds == pytest.approx(30 * 0.5 * FORWARD_SHARE)
     there = assumed.seconds - sum(seconds for name, seconds in assumed.parts.items() if name != "reference")
     assert there == pytest.approx(assumed.reference_seconds)
+    packed = replace(config, task=PlanTaskConfig("plan", pack=4))  # the step is that of all four
+    together, _ = run_length(packed, stages, outside=OutsideSteps(8.0, 8), **how)
+    assert together is not None
+    assert together.reference_seconds == pytest.approx(assumed.reference_seconds / 4)
+    assert together.eval_seconds == pytest.approx(assumed.eval_seconds)
 
 
 def test_an_epoch_is_assumed_until_its_data_is_prepared() -> None:

@@ -104,6 +104,33 @@ def test_the_pass_of_a_reference_is_compiled_and_counted(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_answers_are_planned_beside_the_run(tmp_path: Path) -> None:
+    answers = ("task.decode.rows=3", "task.decode.prompt_tokens=120", "task.decode.max_new_tokens=9")
+    done = plan(tmp_path, *SMALL, *answers, "model.dtype=bfloat16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    plan_of_run = json.loads((tmp_path / "plans" / "p" / "plan.json").read_text())
+    found, arch = plan_of_run["decoding"], read_decoder(composed(*SMALL).model.arch)
+    # Eight tokens after the first in one call: 128 slots of keys and of values, of one layer, in bf16.
+    cache = 2 * 2 * 3 * 128 * arch.num_kv_heads * arch.head_dim / 2**30
+    assert found["computed_tokens"] == 8
+    assert cache <= found["classes"]["cache"] < 1.02 * cache
+    weights = 2 * arch.parameters / 2**30
+    assert found["classes"]["weights"] == pytest.approx(weights, rel=0.01)
+    assert found["floor_seconds"] * composed("hw=v6e1").hw.chip.hbm_gb_per_second * 1e9 == pytest.approx(
+        (weights + found["classes"]["cache"]) * 2**30, rel=0.01
+    )
+    assert found["token_seconds"] >= found["floor_seconds"] > 0
+    assert found["beside_gib"] == pytest.approx(
+        found["total_gib"] + plan_of_run["hbm_gib_per_chip"]["arguments"], rel=0.1
+    )
+    parts = found["merge_seconds"], found["prefill_seconds"], 8 * found["token_seconds"]
+    assert min(parts) > 0
+    assert found["seconds"] == pytest.approx(sum(parts))
+    assert f"{1e3 * found['token_seconds']:.2f} ms a token" in done.stdout
+    assert plan_of_run["num_programs"] == 3, "they are no programs of the run"
+
+
+@pytest.mark.slow
 def test_an_epoch_is_as_long_as_the_prepared_data(planned: tuple[Path, dict[str, Any], str]) -> None:
     folder, first, _ = planned
     compiled = sorted((folder / "plans" / "compiled").iterdir())

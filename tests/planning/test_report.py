@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +12,7 @@ from markdown_it import MarkdownIt
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS, example_plan, plan_that_does_not_fit
 from tpu_experiments.planning.chart import memory_parts, plan_chart_svg, time_parts
+from tpu_experiments.planning.decoding import Decoding
 from tpu_experiments.planning.plan import Plan, analytic_chip_memory, chip_limit_gib
 from tpu_experiments.planning.report import plan_json, plan_markdown, plan_table
 from tpu_experiments.planning.work import StepSettings, analytic_memory
@@ -128,6 +130,58 @@ def test_the_table_of_a_step_that_does_not_fit() -> None:
         assert shown in text
     assert "no estimate: the step does not fit" in text
     assert "unknown for hw=colab" in plan_table(analytic_plan())
+
+
+def answers_beside(plan: Plan, **changed: Any) -> Plan:
+    """The plan with 64 answers of 512 tokens, 511 of them in 64 calls of 8."""
+    found = Decoding(
+        rows=64,
+        prompt_tokens=512,
+        new_tokens=512,
+        computed_tokens=512,
+        prefill_seconds=0.25,
+        token_seconds=2.5e-3,
+        floor_seconds=2e-3,
+        classes={"weights": 0.92, "cache": 0.75, "temporaries": 0.08},
+        total_gib=1.75,
+        beside_gib=3.95,
+        limit_gib=31.25,
+        num_devices=8,
+        compile_seconds=12.0,
+        merge_seconds=0.02,
+    )
+    return replace(plan, decoding=replace(found, **changed))
+
+
+def test_answers_have_their_speed_memory_and_price() -> None:
+    plan = answers_beside(example_plan())
+    text, fields = plan_table(plan), plan_json(plan)["decoding"]
+    for shown in (
+        "decode        64 answers at once, prompts of 512 tokens + 512 new ones",
+        "2.50 ms a token (estimate; floor of the HBM 2.00, 80 %), 25,600 tokens/s",
+        "copy of the weights 0.020 + prefill 0.250 + decoding 1.280 = 1.550 s for all",
+        "1.75 GiB per chip (weights 0.92, cache 0.75, temporaries 0.08), 3.95 of 31.25 beside what training keeps",
+    ):
+        assert shown in text
+    price = plan.hw.price
+    assert price is not None
+    dollars = 1.55 / 3600 * 8 * price.usd_per_chip_hour_spot / (64 * 512) * 1e6
+    assert fields["usd_per_million_tokens_spot"] == pytest.approx(dollars)
+    assert f"${dollars:.4f} spot" in text
+    assert fields["fits"]
+    assert "decoding" not in plan_json(example_plan())
+    assert "per million tokens of answers" in plan_markdown(plan)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"beside_gib": 32.0}, "32.00 of 31.25 beside what training keeps: DOES NOT FIT"),
+     ({"token_seconds": None}, "new ones: no estimate, they do not fit")],
+)  # fmt: skip
+def test_answers_that_do_not_fit_say_so(changed: dict[str, Any], said: str) -> None:
+    plan = answers_beside(example_plan(), **changed)
+    assert said in plan_table(plan)
+    assert not plan_json(plan)["decoding"]["fits"]
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -106,6 +106,30 @@ def test_what_goes_with_a_line_does_not_keep_it_out(known, word) -> None:
     assert tuned(settled_of(*HEADLINE, word)).model.stack == "unrolled"
 
 
+OF_PAIRS = ("data=ultrafeedback_binarized", "curriculum=single")
+
+
+@pytest.mark.parametrize("word", ["objective=dpo", "objective=simpo", "objective=orpo", "objective.beta=0.5"])
+def test_preferences_take_the_lines_of_next_tokens(known, word) -> None:
+    """Their steps are planned alike: 12,639 of 12,640 tokens/s, and 1.001 times the memory."""
+    config = settled_of(*HEADLINE, *OF_PAIRS, "objective=dpo", word)
+    assert facts_of(config) != facts_of(settled_of(*HEADLINE))
+    assert tuned(config).model.stack == "unrolled"
+
+
+def test_a_line_of_preferences_is_theirs_alone(known) -> None:
+    config = settled_of(*HEADLINE, *OF_PAIRS, "objective=dpo")
+    known(line(facts=facts_of(config)))
+    assert tuned(config).model.stack == "unrolled"
+    plain = settled_of(*HEADLINE)
+    assert tuned(plain) == plain
+
+
+def test_an_objective_with_a_further_pass_takes_no_line_of_next_tokens(known) -> None:
+    config = settled_of(*HEADLINE, *OF_PAIRS, "objective=kto")
+    assert tuned(config) == config
+
+
 def test_words_of_the_command_win_where_they_are_the_shipped_values(known, monkeypatch) -> None:
     monkeypatch.setattr(table, "given", lambda config: {"model.stack"})
     config = settled_of(*HEADLINE)

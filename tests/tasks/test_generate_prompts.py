@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import forks
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.tokens.tokenizer import load_tokenizer
 from tpu_experiments.export.generation import ends_of
@@ -110,9 +111,28 @@ def test_a_generation_config_that_is_no_object_is_refused(content, tmp_path):
         (["task.buckets=[]"], "task.buckets=\\[\\]; prompts are padded"),
         (["task.top_p=0"], "task.top_p=0.0; it must be above 0"),
         (["task.dtype=float64"], "task.dtype=float64; it is not a choice"),
-        (["hw=v6e8"], "hw.parallel=spmd with task=generate; one device writes"),
+        (["hw.runtime=eager", "hw.parallel=spawn", "hw.num_devices=2"], "hw.parallel=spawn with task=generate; one"),
+        (["task=serve", "hw=v6e8"], "hw.parallel=spmd with task=serve; one process and, but for task=generate, one d"),
     ],
 )
 def test_settings_that_do_not_go_together(make_config, overrides, message):
     with pytest.raises(ConfigError, match=message):
         make_config("task=generate", *overrides)
+
+
+@pytest.mark.slow
+def test_rows_over_four_devices_are_answered_as_by_one(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Ce este numărul {number}?\n" for number in range(6)))
+    found = {}
+    for devices in (1, 4):
+        output = tmp_path / f"{devices}.jsonl"
+        spread = ["hw.parallel=spmd", "hw.num_devices=4"] if devices > 1 else []
+        words = ["task=generate", "model=tiny", "task.format=text", "task.do_sample=true", "task.top_k=0", *spread]
+        words += ["task.max_new_tokens=12", "task.buckets=[32]", "task.batch_rows=6", f"task.prompts_file={prompts}"]
+        done = forks.run(["run.py", "~local", *words, f"task.output={output}", f"output_dir={tmp_path}"])
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "2 programs compiled, 2 needed" in done.stderr
+        found[devices] = output.read_text()
+    assert len(found[1].splitlines()) == 6
+    assert found[1] == found[4]

@@ -54,10 +54,12 @@ class Death:
 
 @dataclass
 class Run:
-    """One run folder and its lives."""
+    """One run folder, or those of a sweep's points, and its lives."""
 
     folder: Path
     overrides: tuple[str, ...]
+    sweep: tuple[str, ...] = ()
+    """Words of a sweep, whose points notice no events; none of one run."""
     deaths: list[Death] = field(default_factory=list)
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
@@ -71,7 +73,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         options = f"path: '{self.events}', kill_after: {'null' if kill_after is None else kill_after}"
         probe = f"+logger={{probe: {{_target_: tpu_experiments.loggers.probe.Probe, options: {{{options}}}}}}}"
-        given = [*TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", probe]
+        first, last = (["-m", *self.sweep], []) if self.sweep else ([], [probe])
+        given = [*first, *TWO_STAGES, *self.overrides, *overrides, f"output_dir={self.folder}", *last]
         kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
         with (self.folder / "output").open("ab") as output:
             if python is not None:
@@ -143,8 +146,15 @@ class Run:
     @property
     def torn(self) -> list[str]:
         """Checkpoint folders without a commit record."""
-        folders = (self.folder / "run" / "checkpoints").glob("step_*")
-        return [folder.name for folder in folders if not (folder / "COMMIT.json").exists()]
+        folders = [folder for place in self.places for folder in (place / "checkpoints").glob("step_*")]
+        return [str(folder) for folder in folders if not (folder / "COMMIT.json").exists()]
+
+    @property
+    def places(self) -> list[Path]:
+        """Folders of its runs."""
+        if not self.sweep:
+            return [self.folder / "run"]
+        return sorted(path.parent for path in (self.folder / "sweeps" / "run").glob("*/config.yaml"))
 
     @property
     def lives(self) -> list[list[dict[str, Any]]]:
@@ -177,19 +187,21 @@ class Run:
     @property
     def records(self) -> list[dict[str, Any]]:
         """metrics.jsonl: steps and what does not depend on a clock."""
-        lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        lines = [line for place in self.places for line in (place / "metrics.jsonl").read_text().splitlines()]
         kept = ("step", "train/", "eval/", "norms/", "sample")
         return [{k: v for k, v in json.loads(line).items() if k.startswith(kept)} for line in lines]
 
     @property
-    def adapter(self) -> str:
-        """SHA-256 of the adapter."""
-        return hashlib.sha256((self.folder / "run" / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+    def adapter(self) -> list[str]:
+        """SHA-256 of each adapter."""
+        files = [place / "adapter" / "adapter_model.safetensors" for place in self.places]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
     @property
-    def optimizer(self) -> bytes:
-        """Optimizer state of the last checkpoint."""
-        return (max((self.folder / "run" / "checkpoints").glob("step_*")) / "optimizer.safetensors").read_bytes()
+    def optimizer(self) -> list[bytes]:
+        """Optimizer state of each last checkpoint."""
+        folders = [max((place / "checkpoints").glob("step_*")) for place in self.places]
+        return [(folder / "optimizer.safetensors").read_bytes() for folder in folders]
 
 
 def require_equal(killed: Run, whole: Run) -> None:

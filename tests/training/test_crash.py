@@ -1,6 +1,6 @@
 """Killed runs go on: the same records, rows and bytes as of one left alone; on other devices, up to rounding.
 
-tests/benchmarks/crash.py kills 50 times, crash_preferring.py a run on preferences nine times.
+tests/benchmarks/crash.py kills 50 times, crash_preferring.py a run on preferences, or a pack of them, nine times.
 """
 
 import random
@@ -49,9 +49,10 @@ def test_a_run_of_torch_xla_goes_on_under_another_release_of_torch(runtime, whol
 
 
 @pytest.mark.slow
-def test_a_run_on_preferences_goes_on_with_the_same_reference_records_and_bytes(tmp_path):
+@pytest.mark.parametrize("is_pack", [False, True])
+def test_a_run_on_preferences_goes_on_with_the_same_reference_records_and_bytes(is_pack, tmp_path):
     """Killed in its reference pass, and between two records, of which the second has the measures of all its steps."""
-    killed, left_alone = run_in(tmp_path / "killed"), run_in(tmp_path / "whole")
+    killed, left_alone = (run_in(tmp_path / name, is_pack=is_pack) for name in ("killed", "whole"))
     left_alone.finish()
     killed.kill_after_line("reference 8 x 128: compiled", delay=0.0)
     killed.kill_after_line("checkpoint of step 4", delay=0.0)

@@ -58,6 +58,9 @@ CASES = {
         *("model=qwen05b", LORA, "objective=dpo", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
         "trainer.loss_chunk_tokens=16",
     ),
+    "qwen, fsdp 4, scores": (
+        *("model=qwen05b", LORA, "objective=reward", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
+    ),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),
     "xlstm, fsdp 2 x tensor 2, all weights": ("model=xlstm_small", ALL, TENSOR),

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,16 @@ def test_a_step_is_split_and_its_share_of_the_peak_reported(made, clock):
     assert values["perf/mfu"] == pytest.approx(32000 * 2.5e9 / (8 * 918e12))
     assert values["perf/hfu"] == pytest.approx(2 * 16384 * 3.0e9 / (8 * 918e12))
     assert (values["perf/hbm_gib"], values["perf/hbm_peak_gib"]) == (9.5, 12.25)
+
+
+def test_pairs_are_told_as_pairs_and_their_tokens_as_tokens(clock):
+    meters = Meters(Device(), composed("hw=v6e8", "model=mistral7b", "data=uk_law").hw, {}, examples="pairs")
+    meters.begin(GEOMETRY)
+    clock[0] = 105.0
+    values = meters.values(replace(reading(meters, step=10, time=105.0), num_examples=250))
+    assert values["perf/pairs_per_second"] == pytest.approx(50)
+    assert values["perf/supervised_tokens_per_second"] == pytest.approx(16000)
+    assert meters.means()["pairs_per_second"] == pytest.approx(50)
 
 
 def test_what_the_host_traced_ahead_of_the_device_is_no_more_than_the_interval(made, clock):

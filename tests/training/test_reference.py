@@ -144,19 +144,29 @@ def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second
     assert found["pairs"]["base"]["logps/chosen"]["value"] != pytest.approx(of_first, rel=1e-2)
 
 
-@pytest.mark.slow
-def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
-    """KTO, whose reference has two values a segment; nothing is compiled after the warm-up."""
+def of_single(tmp_path):
+    """Words of a KTO run on two good answers and a bad one in turn."""
     rows = [json.loads(line) for line in (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").open()]
     sides = ("chosen", "rejected", "chosen")
     single = [
-        {"prompt": row["prompt"], "completion": row[sides[n % 3]], "label": sides[n % 3] == "chosen"}
+        {
+            "prompt": row["prompt"],
+            "completion": row[sides[n % 3]],
+            "label": sides[n % 3] == "chosen",
+            "half": "ab"[n % 2],
+        }
         for n, row in enumerate(rows)
     ]
     path = tmp_path / "single.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in single))
     source = "data.stories_pairs_ro"
-    words = (*WORDS, "objective=kto", f"{source}.path={path}", f"{source}.format=auto", f"{source}.questions={{}}")
+    return (*WORDS, "objective=kto", f"{source}.path={path}", f"{source}.format=auto", f"{source}.questions={{}}")
+
+
+@pytest.mark.slow
+def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
+    """KTO, whose reference has two values a segment; nothing is compiled after the warm-up. It is evaluated alike."""
+    words = of_single(tmp_path)
     folders = tmp_path / "whole", tmp_path / "stopped"
     result = finished(*words, output_dir=folders[0])
     assert result["compiles_after_warmup"] == 0
@@ -169,3 +179,19 @@ def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
     assert losses(folders[0]) == losses(folders[1])
     adapters = [(each / "pairs" / "adapter" / "adapter_model.safetensors").read_bytes() for each in folders]
     assert adapters[0] == adapters[1]
+    done = run(f"task.run={folders[0] / 'pairs'}", "task=evaluate", "task.by=half", output_dir=folders[0])
+    assert done.returncode == 0, done.stderr
+    assert "reward of good" in done.stdout
+    found = json.loads((folders[0] / "pairs" / "test_results.json").read_text())
+    own = found["sources"]["stories_pairs_ro"]
+    base, trained = ({name: each["value"] for name, each in own[side].items()} for side in ("base", "trained"))
+    assert (base["loss"], base["rewards/auc"], base["kl"]) == (0.5, 0.5, 0)
+    assert trained["loss"] < 0.49
+    assert trained["rewards/auc"] > 0.6
+    assert own["difference"]["rewards/auc"]["low"] > 0
+    assert trained["rewards/margins"] > 0 <= trained["kl"]
+    parts = found["values"]["stories_pairs_ro"].values()
+    assert sum(part["num_documents"] for part in parts) == own["num_documents"]
+    (record,) = [each for each in records(folders[0]) if "eval/loss" in each][-1:]
+    assert result["ranked_by"] == "rewards/accuracies"
+    assert result["eval_measures"]["rewards/accuracies"] == record["eval/rewards/accuracies"]

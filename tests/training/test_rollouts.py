@@ -110,7 +110,7 @@ def test_another_file_than_the_checkpoint_says_is_refused(tmp_path):
 def test_rows_learn_the_answers_alone_and_are_valid(tmp_path):
     found = rollout()
     rows = found.rows(masks_cut=False, pad_id=9)
-    dtype = row_dtype(10, vocab_size=100, arrays=Policy.arrays)
+    dtype = row_dtype(10, vocab_size=100, arrays=Policy.sampled)
     records = encode_rows(rows, dtype=dtype)  # refuses rows that training could not have
     assert np.array_equal(decode_rows(records, pad_id=9).ids_NT, rows.ids_NT)
     for n, (begin, end) in enumerate(((4, 7), (4, 5), (6, 10), (6, 9))):
@@ -124,7 +124,7 @@ def test_rows_learn_the_answers_alone_and_are_valid(tmp_path):
             assert own[begin:end].tobytes() == getattr(found, f"{name}_NT")[n, begin:end].tobytes()
     assert np.isnan(rows.more["sampler_logps"][1, 4])
     assert not rows.more["start_logps"].any()
-    assert rows.more.keys() == {array.name for array in Policy.arrays}
+    assert rows.more.keys() == {array.name for array in Policy.sampled}
 
 
 def test_what_was_cut_off_is_not_learnt_where_it_is_masked():

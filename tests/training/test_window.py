@@ -1,6 +1,7 @@
 """Reports read at log steps: means, and the rows that made a loss not finite; a run that diverges stops."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,3 +89,12 @@ def test_a_run_that_diverges_stops_and_names_rows(tmp_path):
     assert "sample_text:" in message
     assert "there is no checkpoint from before to go back to" in message
     assert not list(tmp_path.glob("*/result.json"))
+
+
+def test_pairs_are_counted_beside_their_learnt_tokens():
+    """The loss is a mean over 8 pairs, which the device counts; skipped steps count nothing."""
+    window = Window()
+    steps = [replace(pending(step, loss, [1.0]), examples=(300 * step, 8)) for step, loss in ((1, 1.0), (2, math.nan))]
+    window.read(steps)
+    (reading,) = window.drain()
+    assert (reading.num_supervised, reading.num_examples, reading.supervised) == (300.0, 8, [8.0])

@@ -112,7 +112,7 @@ class TrainedEvidence:
                     "model as it is; look at train/grad_norm, and at lora.init"
                 )
         if not was_trained:
-            found["note"] = "no step had a learning rate above 0, so nothing had to change"
+            found["note"] = "no step had a learning rate above 0 and anything to learn, so nothing had to change"
         return found
 
 

@@ -669,10 +669,10 @@ def _generating(config: Config) -> list[str]:
         problems += generating_problems(task)
     if isinstance(task, ServeTaskConfig):
         problems += serving_problems(task)
-    if config.hw.parallel != "inline":
+    if config.hw.parallel == "spawn" or (config.hw.parallel == "spmd" and not isinstance(task, GenerateTaskConfig)):
         problems.append(
-            f"hw.parallel={config.hw.parallel} with task={task.name}; one device writes; use hw=cpu, v5e1 or v6e1, or "
-            "add hw.parallel=inline hw.num_devices=1."
+            f"hw.parallel={config.hw.parallel} with task={task.name}; one process and, but for task=generate, one "
+            "device writes; use hw=cpu, v5e1 or v6e1, or add hw.parallel=inline hw.num_devices=1."
         )
     return problems
 

@@ -28,9 +28,12 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.messages import choices, path_of_model, sentence
 from tpu_experiments.config.model_schema import ModelConfig, ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
+from tpu_experiments.config.start import is_to_give
 from tpu_experiments.config.task_schema import TokenizerTaskConfig
 from tpu_experiments.config.words import with_machines
 
+STARTING = ("train", "resume_check")
+"""Tasks that begin from `start.run`."""
 PROMPT = "Hello! What can you help me with?"
 """Sample prompt if neither the config nor the data names one."""
 
@@ -51,6 +54,8 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError("\n".join(problems))
     if config.sample.prompt is None:
         config.sample.prompt = _prompt(config)
+    if is_to_give(config.start.run) and (config.task.name not in STARTING or config.model.size == "tiny"):
+        config.start.run = None  # plans and data need no weights, and a tiny model has none of that run
     check(config)
     if config.name is None and config.task.name == "report":
         config.name = "report"  # the other keys describe one run, and a report covers many

@@ -518,6 +518,7 @@ class Config:
             each: (f"data.{name}.questions.{each}", path)
             for name, source in self.data.items()
             for each, path in source.questions.items()
+            if self.objective.asks_questions
         }
 
 

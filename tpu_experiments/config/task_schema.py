@@ -43,6 +43,23 @@ class SearchConfig:
 
 
 @dataclass
+class DecodeConfig:
+    """Answers that a plan counts, as task=generate writes them and rollouts are written."""
+
+    rows: int | None = number(default=None, at_least=1)
+    """Answers that are written at once, over all chips; null plans none."""
+    prompt_tokens: int = number(default=512, at_least=1, at_most=2**24)
+    """Tokens of every prompt, padding included (one of `task.buckets` of task=generate). Prompt and answer should add
+    up to a multiple of 128."""
+    max_new_tokens: int = number(default=512, at_least=2, at_most=2**24)
+    """Tokens of every answer."""
+    tokens_per_call: int = number(default=8, at_least=1)
+    """Tokens that one call of the program writes."""
+    top_k: int = number(default=0, at_least=0)
+    """Likeliest tokens to sample from; 0 is all of them. The compiler estimates no time for the search of others."""
+
+
+@dataclass
 class PlanTaskConfig(TaskConfig):
     """Settings of task=plan."""
 
@@ -71,6 +88,7 @@ class PlanTaskConfig(TaskConfig):
     as long as the step's own compilation."""
     workers: int | None = number(default=None, at_least=1)
     """Parallel compilations; null derives it from the free memory (6 GiB each) and the cores."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
 
 
@@ -89,6 +107,13 @@ def planning_problems(task: TaskConfig) -> list[str]:
         problems.append(
             f"task.orders={task.orders} with {what}; the step of one config is compiled for several orders of the "
             "chips; leave one of the two out."
+        )
+    if task.decode.rows is not None and (task.programs == "train" or task.method == "analytic" or task.pack > 1):
+        what = f"task.pack={task.pack}" if task.pack > 1 else f"task.method={task.method}"
+        what = "task.programs=train" if task.programs == "train" else what
+        problems.append(
+            f"task.decode.rows={task.decode.rows} with {what}; the programs that write answers are compiled beside all "
+            "those of one run; leave one of the two out."
         )
     return problems
 

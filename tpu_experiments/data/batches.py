@@ -62,6 +62,13 @@ class Batch:
         """Tokens that are predicted."""
         return int(np.count_nonzero(self.learn_GT))
 
+    @property
+    def num_answers(self) -> int:
+        """Segments with tokens that are predicted."""
+        row_K, column_K = np.nonzero(self.learn_GT)
+        place_K = row_K * (self.learn_GT.shape[1] + 1) + self.segments_GT[row_K, column_K]
+        return int(np.count_nonzero(np.diff(place_K, prepend=-1)))
+
     def slice_process(self, rank: int, world_size: int) -> "Batch":
         """Return the contiguous share of process `rank`; `world_size` divides G."""
         share, rest = divmod(self.num_rows, world_size)

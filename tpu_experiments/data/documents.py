@@ -125,6 +125,10 @@ class Refused:
 
 TEXT_SHOWN = 200
 SAME_ANSWERS = "has the same answer as chosen and rejected, so that there is nothing to prefer; remove the row."
+SAME_BUT_FOR_BLANKS = (
+    "has a chosen and a rejected answer that differ in the blanks at their ends alone, so that there is nothing to "
+    "prefer; remove the row."
+)
 
 
 def beginning(text: str) -> str:

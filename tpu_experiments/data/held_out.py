@@ -78,9 +78,12 @@ class HeldOut:
         return np.repeat(np.arange(self.flat.num_documents), self.flat.lengths_D)
 
     def texts(self) -> Iterator[NDArray[np.int32]]:
-        """Yield the ids of each document; of a pair those of either conversation by themselves."""
+        """Yield the ids of each document; of a pair those of its one or two conversations by themselves."""
         for ids, flags in self.documents():
-            yield from np.split(ids, np.flatnonzero(flags & SECOND))
+            second = np.flatnonzero(flags & SECOND)
+            for part, own in zip(np.split(ids, second), np.split(flags, second), strict=True):
+                if not len(second) or np.any(own & LEARN):  # the missing half of a single answer is one token
+                    yield part
 
     def documents(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
         """Yield ids and flags of each document."""
@@ -108,21 +111,21 @@ class HeldOutRows:
         values_L[self.token_NT[:, 1:][learn_NT]] = values_NT[:, :-1][learn_NT]
         return values_L
 
-    def per_pair(
-        self, values_NS: NDArray[np.float32], held_out: HeldOut
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the values and the learnt tokens of the two segments of every pair, (D, 2) each.
+    def segment_lengths(self) -> NDArray[np.float64]:
+        """Return the learnt tokens of segments 1, 2, ... of every row, (N, S), up to the last of the fullest row."""
+        rows = self.rows
+        row_K, column_K = np.nonzero(rows.learn_NT)
+        lengths_NS = np.zeros((rows.num_rows, int(rows.segments_NT.max())))
+        np.add.at(lengths_NS, (row_K, rows.segments_NT[row_K, column_K] - 1), 1)
+        return lengths_NS
 
-        Args:
-            values_NS: values of segments 1, 2, ... of every row.
-        """
-        row_K, column_K = np.nonzero(self.rows.learn_NT)
-        document_K = held_out.token_documents()[self.token_NT[row_K, column_K]]
-        segment_K = self.rows.segments_NT[row_K, column_K] - 1
-        values_D2, lengths_D2 = np.zeros((2, held_out.flat.num_documents, 2))
-        values_D2[document_K, segment_K % 2] = values_NS[row_K, segment_K]
-        np.add.at(lengths_D2, (document_K, segment_K % 2), 1)
-        return values_D2, lengths_D2
+    def per_pair(self, values_NPK: NDArray[np.float64], held_out: HeldOut) -> NDArray[np.float64]:
+        """Return the values of every pair (D, K) from those of the rows' first, second, ... two segments."""
+        row_M, column_M = np.nonzero(self.rows.learn_NT)
+        document_M = held_out.token_documents()[self.token_NT[row_M, column_M]]
+        values_DK = np.zeros((held_out.flat.num_documents, values_NPK.shape[2]))
+        values_DK[document_M] = values_NPK[row_M, (self.rows.segments_NT[row_M, column_M] - 1) // 2]
+        return values_DK
 
 
 def held_out_documents(

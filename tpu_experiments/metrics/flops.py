@@ -442,11 +442,12 @@ def recomputes(config: Config) -> bool:
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
-def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = True) -> FlopsPerToken:
+def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = True, forwards: int = 1) -> FlopsPerToken:
     """Return the FLOPs per token of the configured training of a decoder.
 
     Args:
         causal: whether attention is to the tokens before alone.
+        forwards: forward passes over rows of as many tokens, only one of which has a backward pass.
 
     Raises:
         ConfigError: a model that is not counted here.
@@ -459,7 +460,13 @@ def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = Tru
         recomputed=Recomputed(saved, kernel=config.model.attention == "flash") if recomputes(config) else None,
         causal=causal,
         rounded=config.model.linear == "lr_qat",
+        forwards=forwards,
     )
+
+
+def scored_flops(config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of a decoder whose head is a single row, forward and for both gradients."""
+    return replace(decoder_flops(config, arch, seq_len=seq_len), head=6.0 * int(_value(arch, "hidden_size")))
 
 
 def encoder_flops(arch: Any, *, seq_len: int, places: int, config: Config, has_global: bool = False) -> FlopsPerToken:
@@ -618,6 +625,7 @@ def flops_of_token(
     recomputed: Recomputed | None = None,
     causal: bool = True,
     rounded: bool = False,
+    forwards: int = 1,
 ) -> FlopsPerToken:
     """Return FLOPs per token of forward, backward and recomputation; the optimizer's are not counted.
 
@@ -630,6 +638,7 @@ def flops_of_token(
         rounded: adapters decide how weights are rounded (`model.linear=lr_qat`): nothing is multiplied by them, and the
             gradient of every adapted weight is computed. Not counted are B A and its gradients, which a micro-batch
             needs four times: each is as many FLOPs as the weights' product with `lora.r` tokens.
+        forwards: forward passes, only one of which has a backward pass.
 
     Raises:
         ConfigError: a model that `read_decoder` does not support.
@@ -644,13 +653,14 @@ def flops_of_token(
     if recomputed is not None:
         again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rank=rank)
     return FlopsPerToken(
-        forward=layers,
+        forward=forwards * layers,
         activation_gradient=layers,
         weight_gradient=(adapted if rounded else 0.0) if lora.r else layers,
         recomputation=again,
-        attention=3 * attention,  # two products forward, four backward
-        head=head * (2 if lora.r else 3),
-        lora=3 * adapters + (2 * adapted if twice else 0.0),  # no gradient of the weight
+        attention=(2 + forwards) * attention,  # two products forward, four backward
+        head=head * (forwards + (1 if lora.r else 2)),
+        # The second product of a weight has no gradient of it.
+        lora=(2 + forwards) * adapters + ((1 + forwards) * adapted if twice else 0.0),
     )
 
 

@@ -38,6 +38,7 @@ from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
+from tpu_experiments.models.families.classification import logit_layer
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
 from tpu_experiments.models.parts.experts import EVERY_EXPERT
@@ -301,10 +302,16 @@ class HuggingFaceModel:
                 f"model={self.model.name}; the objective makes its models itself (head={self.head!r}); take a model "
                 "whose model._target_ is made for it."
             )
-        if self.head == CLASSIFIER and not self.causal and config.model_type not in HEADS["masked_lm"].model_types:
+        is_encoder = config.model_type in HEADS["masked_lm"].model_types
+        if self.head == CLASSIFIER and self.causal == is_encoder:
             raise ConfigError(
-                f"model={self.model.name}; a {config.model_type!r} is a decoder, and the objective classifies with "
-                "attention on both sides; give an encoder (modernbert, eurobert, deberta-v2, roberta)."
+                f"model={self.model.name}; a {config.model_type!r} is "
+                + (
+                    "an encoder, and the objective scores texts by a decoder; give one (mistral, qwen2, gemma3_text)."
+                    if is_encoder
+                    else "a decoder, and the objective classifies with attention on both sides; give an encoder "
+                    "(modernbert, eurobert, deberta-v2, roberta)."
+                )
             )
         has_own_class = self.runs_code and head.auto.__name__ in (getattr(config, "auto_map", None) or {})
         if config.model_type not in head.model_types and not has_own_class:
@@ -681,7 +688,8 @@ def set_labels(config: PretrainedConfig, labels: Sequence[str]) -> None:
     """Make the config that of a classifier of these labels."""
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: number for number, label in enumerate(labels)}
-    config.problem_type = "single_label_classification"
+    # Of a single output, a score: transformers' pipeline and vLLM would make a probability of it otherwise.
+    config.problem_type = "single_label_classification" if len(labels) > 1 else "regression"
 
 
 def head_parameters(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -692,26 +700,6 @@ def head_parameters(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     inner, pooler = f"{module.base_model_prefix}.", f"{module.base_model_prefix}.pooler."
     named = ((name, tuple(p.shape)) for name, p in module.named_parameters())
     return {name: shape for name, shape in named if not name.startswith(inner) or name.startswith(pooler)}
-
-
-def logit_layer(module: PreTrainedModel) -> str:
-    """Return the name of a classifier's last linear layer, whose output are the logits.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    count, inner = module.config.num_labels, f"{module.base_model_prefix}."
-    found = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and part.out_features == count and not name.startswith(inner)
-    ]
-    if not found:
-        raise ConfigError(
-            f"model.arch.model_type={module.config.model_type}; transformers' classifier of it has no linear layer for "
-            f"its {count} labels; take another encoder."
-        )
-    return found[-1]
 
 
 def config_from_arch(arch: dict[str, Any]) -> PretrainedConfig:

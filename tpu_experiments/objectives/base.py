@@ -31,7 +31,7 @@ Rows = Mapping[str, Tensor]
 
 
 Column = NDArray[np.float64]
-"""Values of every token (L,) or document (D, ...) of held-out documents."""
+"""Values of every token (L,) of held-out documents, or of the segments (N, S, ...) of their rows."""
 
 
 REFERENCE = Array("reference", "float32", per="token")
@@ -213,12 +213,12 @@ class Objective:
         """Return what task=evaluate adds up by document: loss and hit of every token, at the position before it."""
         return self.scores(module, parameters, rows)
 
-    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
-        """Return the sums that `measures` reads of every document of two segments, (D, K); only where rows hold pairs.
+    def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
+        """Return the sums that `measures` reads of every document of rows of pairs, two segments each, (N, S / 2, K).
 
         Args:
-            values_D2: `reference_values`; `reference_D2` are those by the model as it starts.
-            lengths_D2: learnt tokens of each segment.
+            values_NS: `reference_values`; `reference_NS` are those by the model as it starts.
+            lengths_NS: learnt tokens of each segment; 0 where there is none, and the sums there mean nothing.
         """
         raise NotImplementedError
 
@@ -330,6 +330,7 @@ def model_source(config: Config, *, kind: Callable[..., HuggingFaceModel] | None
     learnt = objective_class(config)
     head, causal = learnt.head, learnt.causal
     more: dict[str, Any] = {} if (head, causal) == ("causal_lm", True) else {"head": head, "causal": causal}
-    if config.objective.reads_labels:
-        more["labels"] = config.objective.known_labels() or ASSUMED_LABELS
+    labels = config.objective.known_labels() or (ASSUMED_LABELS if config.objective.reads_labels else None)
+    if labels is not None:
+        more["labels"] = labels
     return make(config.model, seed=config.seed, **more)

@@ -20,16 +20,18 @@ Legend: R rows, T tokens, S segments, K sums.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.masking import num_examples
 from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.passes.forward import target_weights
-from tpu_experiments.objectives.base import REFERENCE, Computing, Objective, Rows, Summary
+from tpu_experiments.objectives.base import REFERENCE, Column, Computing, Objective, Rows, Summary
 from tpu_experiments.objectives.next_token import next_token_losses
 from tpu_experiments.objectives.preference import Preference, by_segment
 
@@ -37,7 +39,11 @@ SUMS = (
     *("loss", "good", "bad", "rewards_good", "rewards_bad", "logps_good", "logps_bad"),
     *("right", "kl", "good_tokens", "bad_tokens"),
 )
-"""Sums over held-out rows; `right` counts the answers on their label's side of z."""
+"""Sums over held-out rows; `right` counts the answers on their label's side of z, one at z half."""
+_POSITIVE = [10 ** (power / 8) for power in range(-24, 17)]
+EDGES = (*(-each for each in reversed(_POSITIVE)), *_POSITIVE)
+"""Borders of rewards, 0.001 to 100 on either side of 0, eight a decade, between which task=evaluate counts answers for
+the area under the curve; two rewards between the same borders count as a tie."""
 
 
 class Answers(NamedTuple):
@@ -61,7 +67,18 @@ class Kto(Objective):
     num_references = 2
     has_perplexity = False
     metrics_of_card = (("rewards/accuracies", "accuracy", "accuracy of answers"),)
-    words_of_evaluation = "accuracy: the share of answers whose reward is on their label's side of the mismatched ones'"
+    words_of_evaluation = (
+        "accuracy: the share of answers whose log-ratio to the reference is on their label's side of KL, the mean one "
+        "of the mismatched answers in the same row; AUC: how often a good answer has a higher reward than a bad one"
+    )
+    columns_of_evaluation = (
+        ("loss", "loss"),
+        ("rewards/accuracies", "accuracy"),
+        ("rewards/auc", "AUC"),
+        ("rewards/chosen", "reward of good"),
+        ("rewards/rejected", "of bad"),
+        ("kl", "KL"),
+    )
 
     def __init__(
         self,
@@ -84,6 +101,11 @@ class Kto(Objective):
         """Return the number of answers and what they were compared with."""
         return f"Over {num_predictions:,} answers that were not trained on, against the model as it started."
 
+    @classmethod
+    def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
+        """Return the FLOPs per token of a decoder that also reads the mismatched answers."""
+        return decoder_flops(config, arch, seq_len=seq_len, forwards=2)
+
     def count(self, rows: Rows) -> Tensor:
         """Return the number of answers."""
         return (_by_segment(rows, target_weights(rows)[1]) > 0).sum().to(torch.float32)
@@ -102,9 +124,8 @@ class Kto(Objective):
             other = mismatched(rows)
             ratios_RS = self._logps(module, parameters, other)[0] - _by_segment(rows, reference_RT * ~is_learnt_RT)
             has_RS = (_by_segment(other, (other["learn"] > 0).to(torch.float32)) > 0).to(torch.float32)
-            kl_R1 = ((ratios_RS * has_RS).sum(1, keepdim=True) / has_RS.sum(1, keepdim=True).clamp(min=1)).clamp(min=0)
         own_RS = _by_segment(rows, reference_RT * is_learnt_RT)
-        return Answers(logps_RS, own_RS, kl_R1.expand_as(own_RS), lengths_RS, weights_RS)
+        return Answers(logps_RS, own_RS, _kl(ratios_RS, has_RS), lengths_RS, weights_RS)
 
     def _logps(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
         """Return log-probability and number of tokens of every segment's answer, (R, S) each."""
@@ -129,38 +150,70 @@ class Kto(Objective):
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
         """Return the sums of `SUMS` over the rows, (11,)."""
         with torch.no_grad():
-            answers = self.answers(module, parameters, rows)
-            rewards_RS = self.beta * (answers.logps_RS - answers.reference_RS)
-            good_RS = answers.weights_RS * _is_good(rewards_RS)
-            bad_RS = answers.weights_RS - good_RS
-            each = [
-                self.losses(answers) * answers.weights_RS,
-                *(good_RS, bad_RS, rewards_RS * good_RS, rewards_RS * bad_RS),
-                *(answers.logps_RS * good_RS, answers.logps_RS * bad_RS),
-                self._is_right(answers) * answers.weights_RS,
-                answers.kl_RS * answers.weights_RS,
-                *(answers.lengths_RS * good_RS, answers.lengths_RS * bad_RS),
-            ]
-            return torch.stack([values_RS.sum() for values_RS in each])
+            return torch.stack([values_RS.sum() for values_RS in self.columns(self.answers(module, parameters, rows))])
+
+    def columns(self, answers: Answers) -> list[Tensor]:
+        """Return what `SUMS` are the sums of, (R, S) each."""
+        rewards_RS = self.beta * (answers.logps_RS - answers.reference_RS)
+        good_RS = answers.weights_RS * _is_good(rewards_RS)
+        bad_RS = answers.weights_RS - good_RS
+        return [
+            self.losses(answers) * answers.weights_RS,
+            *(good_RS, bad_RS, rewards_RS * good_RS, rewards_RS * bad_RS),
+            *(answers.logps_RS * good_RS, answers.logps_RS * bad_RS),
+            self._is_right(answers) * answers.weights_RS,
+            answers.kl_RS * answers.weights_RS,
+            *(answers.lengths_RS * good_RS, answers.lengths_RS * bad_RS),
+        ]
 
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return loss, accuracy and z, and means over good and over bad answers; figures of no answer are left out."""
-        own = dict(zip(SUMS, sums, strict=True))
-        num = own["good"] + own["bad"]
-        if not num:
-            return Summary(math.nan, 0, {})
-        measures = {"rewards/accuracies": own["right"] / num, "kl": own["kl"] / num}
-        for side, name in (("good", "chosen"), ("bad", "rejected")):
-            if own[side]:
-                measures |= {f"{what}/{name}": own[f"{what}_{side}"] / own[side] for what in ("rewards", "logps")}
-                measures[f"{name}_tokens"] = own[f"{side}_tokens"] / own[side]
-        if own["good"] and own["bad"]:
-            measures["rewards/margins"] = measures["rewards/chosen"] - measures["rewards/rejected"]
-        return Summary(own["loss"] / num, round(num), measures)
+        found = {name: float(value) for name, value in self.measures([*np.array(sums)]).items()}
+        num = round(sum(sums[SUMS.index(side)] for side in ("good", "bad")))
+        return Summary(found.pop("loss"), num, {name: value for name, value in found.items() if math.isfinite(value)})
+
+    def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
+        """Return loss and measures from arrays of sums; figures of no answer are NaN.
+
+        The sums of `document_sums` also tell `rewards/auc`.
+        """
+        own, more = dict(zip(SUMS, sums[: len(SUMS)], strict=True)), np.array(sums[len(SUMS) :])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            num = own["good"] + own["bad"]
+            found = {"loss": own["loss"] / num, "rewards/accuracies": own["right"] / num, "kl": own["kl"] / num}
+            for side, name in (("good", "chosen"), ("bad", "rejected")):
+                found |= {f"{what}/{name}": own[f"{what}_{side}"] / own[side] for what in ("rewards", "logps")}
+                found[f"{name}_tokens"] = own[f"{side}_tokens"] / own[side]
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+            if len(more):
+                good, bad = np.split(more, 2)
+                found["rewards/auc"] = (good * (bad.cumsum(0) - bad / 2)).sum(0) / (good.sum(0) * bad.sum(0))
+        return found
+
+    def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
+        """Return the sums of `SUMS`, and the good and the bad answers between `EDGES`, of every pair, (N, P, K)."""
+        values, reference, lengths = (torch.from_numpy(each) for each in (values_NS, reference_NS, lengths_NS))
+        weights_RS = (lengths > 0).double()
+        (logps_RS, other_RS), (reference_RS, before_RS) = values.unbind(-1), reference.unbind(-1)
+        # Every answer of a row meets another prompt, or none does.
+        has_RS = weights_RS * ((other_RS != 0) | (before_RS != 0)).any(1, keepdim=True)
+        answers = Answers(logps_RS, reference_RS, _kl(other_RS - before_RS, has_RS), lengths, weights_RS)
+        number_RS = torch.bucketize(self.beta * (logps_RS - reference_RS), torch.tensor(EDGES, dtype=logps_RS.dtype))
+        between_RSB = nn.functional.one_hot(number_RS, len(EDGES) + 1) * weights_RS[..., None]
+        good_RSB = between_RSB * _is_good(weights_RS)[:, None]
+        each = torch.cat([torch.stack(self.columns(answers), -1), good_RSB, between_RSB - good_RSB], -1)
+        found: Column = each.unflatten(1, (-1, 2)).sum(2).numpy()
+        return found
 
     def _is_right(self, answers: Answers) -> Tensor:
         above_RS = answers.logps_RS - answers.reference_RS - answers.kl_RS
-        return (torch.where(_is_good(above_RS), above_RS, -above_RS) > 0).to(torch.float32)
+        return (1 + torch.sign(torch.where(_is_good(above_RS), above_RS, -above_RS))) / 2
+
+
+def _kl(ratios_RS: Tensor, has_RS: Tensor) -> Tensor:
+    """Return z of every row, the mean of the mismatched answers' log-ratios and at least 0, for its segments (R, S)."""
+    mean_R1 = (ratios_RS * has_RS).sum(1, keepdim=True) / has_RS.sum(1, keepdim=True).clamp(min=1)
+    return mean_R1.clamp(min=0).expand_as(ratios_RS)
 
 
 def num_segments(rows: Rows) -> int:

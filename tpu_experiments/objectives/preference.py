@@ -133,7 +133,7 @@ class Preference(Objective):
 
     def count(self, rows: Rows) -> Tensor:
         """Return the number of pairs; with a part for the chosen answers' tokens, their number too, (2,)."""
-        lengths_RP2, weights_RP = _lengths(rows)
+        lengths_RP2, weights_RP = lengths_of(rows)
         return torch.stack(self._parts(weights_RP, lengths_RP2[..., 0] * weights_RP)).sum((1, 2)).squeeze(0)
 
     def row_loss(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class Preference(Objective):
     def pairs(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Pairs:
         """Return the pairs of the rows with their log-probabilities."""
         losses_RT, weights_RT = next_token_losses(module, parameters, rows, computing=self.computing)
-        lengths_RP2, weights_RP = _lengths(rows)
+        lengths_RP2, weights_RP = lengths_of(rows)
         reference_RP2 = torch.zeros_like(lengths_RP2)
         if self.has_reference:
             reference_RP2 = by_segment(rows["segments"], rows[REFERENCE.name]).unflatten(1, (-1, 2))
@@ -234,9 +234,9 @@ class Preference(Objective):
             -logps_RP2[..., 0],
             *lengths_RP2.unbind(-1),
             *rewards_RP2.unbind(-1),
-            _chosen_is_higher(rewards_RP2),
+            chosen_is_higher(rewards_RP2),
             *logps_RP2.unbind(-1),
-            _chosen_is_higher(logps_RP2),
+            chosen_is_higher(logps_RP2),
         ]
 
     def summary(self, sums: Sequence[float]) -> Summary:
@@ -271,12 +271,14 @@ class Preference(Objective):
             found["kl"] = (own["rewards_chosen"] + own["rewards_rejected"]) / (self.beta * tokens)
         return found
 
-    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
-        """Return the sums of `SUMS` of every pair, (D, K)."""
-        logps, reference, lengths = (torch.from_numpy(each)[:, None] for each in (values_D2, reference_D2, lengths_D2))
+    def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
+        """Return the sums of `SUMS` of every pair, (N, P, K)."""
+        each = (torch.from_numpy(given).unflatten(1, (-1, 2)) for given in (values_NS, reference_NS, lengths_NS))
+        logps, reference, lengths = each
         reference = reference if self.has_reference else torch.zeros_like(reference)
-        pairs = Pairs(logps, reference, lengths, weights_RP=torch.ones_like(logps[..., 0]), settings={})
-        found: Column = torch.cat(self.columns(pairs), 1).numpy()
+        weights = (lengths.amin(-1) > 0).double()
+        pairs = Pairs(logps, reference, lengths.clamp(min=1), weights, settings={})
+        found: Column = torch.stack(self.columns(pairs), -1).numpy()
         return found
 
 
@@ -291,12 +293,12 @@ def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None
     return torch.where(segments_RT[:, None] == number_S[:, None], values_RT[:, None], 0.0).sum(-1)
 
 
-def _chosen_is_higher(values_RP2: Tensor) -> Tensor:
+def chosen_is_higher(values_RP2: Tensor) -> Tensor:
     """Return 1 where the chosen answer has the higher value, 0.5 where they are equal, else 0, (R, P)."""
     return (1 + torch.sign(values_RP2[..., 0] - values_RP2[..., 1])) / 2
 
 
-def _lengths(rows: Rows) -> tuple[Tensor, Tensor]:
+def lengths_of(rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the answers' tokens (R, P, 2), at least 1, and 1 where a place has two answers (R, P)."""
     lengths_RP2 = by_segment(rows["segments"], target_weights(rows)[1]).unflatten(1, (-1, 2))
     return lengths_RP2.clamp(min=1.0), (lengths_RP2.amin(-1) > 0).to(torch.float32)

@@ -8,6 +8,7 @@ from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.data_schema import hashed_shares, own_splits
 from tpu_experiments.config.defaults import FORWARD_SHARE, costs_of, intervals_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.money import RunLength, StageLength
 from tpu_experiments.planning.timing import StepTime
 
@@ -135,14 +136,14 @@ def reference_seconds(
 ) -> float:
     """Return the seconds of the pass over every row of an epoch, before the first step; 0 where no loss needs it.
 
-    Where it was not compiled, a row takes a third of its part of a training step.
+    Where it was not compiled, a row takes a third of its part of a training step. The points of a pack share one pass.
     """
     if not config.objective.reads_reference():
         return 0.0
-    seconds = 0.0
+    seconds, adapters = 0.0, config.task.pack if isinstance(config.task, PlanTaskConfig) else 1
     for stage, length in zip(stages, lengths, strict=True):
         rows = length.steps * stage.geometry.global_rows / max(1.0, stage.epochs or 1.0)
-        of_row = length.step_seconds * FORWARD_SHARE / stage.geometry.global_rows
+        of_row = length.step_seconds * FORWARD_SHARE / (adapters * stage.geometry.global_rows)
         if outside.reference_batch_seconds is not None:
             of_row = outside.reference_batch_seconds / outside.eval_rows
         seconds += rows * of_row

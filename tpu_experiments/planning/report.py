@@ -145,7 +145,7 @@ NO_OTHER = "no other is compiled later: every stage, the evaluation and the samp
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the content of plan.json; what is not known is null."""
     made = {"versions": plan.versions, "libtpu_flags": list(plan.flags)}
-    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | made
+    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | _decoding(plan) | made
 
 
 def _what(plan: Plan) -> dict[str, Any]:
@@ -272,6 +272,23 @@ def _length(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _decoding(plan: Plan) -> dict[str, Any]:
+    found = plan.decoding
+    if found is None:
+        return {}
+    million = found.usd_per_million_tokens(plan.hw.price)
+    further = {
+        "fits": found.fits,
+        "decode_seconds": found.decode_seconds,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "share_of_floor": found.share_of_floor,
+        "usd_per_million_tokens": million.on_demand,
+        "usd_per_million_tokens_spot": million.spot,
+    }
+    return {"decoding": asdict(found) | further}
+
+
 def plan_table(plan: Plan) -> str:
     """Return the lines for the terminal."""
     rows = [*summary_rows(plan), *_table_rows(plan)]
@@ -309,7 +326,14 @@ def summary_rows(plan: Plan, *, has_tables: bool = False) -> list[tuple[str, str
         ("work", f"{plan.flops.total / 1e9:.2f} GFLOP per token, of which {_parts_of_flops(plan)}"),
     ]
     assumed = [("assumed", assumption) for assumption in assumptions(plan)]
-    return rows + _time_rows(plan) + _money_rows(plan) + assumed + [("note", note) for note in plan.notes]
+    return (
+        rows
+        + _time_rows(plan)
+        + _money_rows(plan)
+        + _decoding_rows(plan)
+        + assumed
+        + [("note", note) for note in plan.notes]
+    )
 
 
 def _shortage_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -398,6 +422,41 @@ def _money_rows(plan: Plan) -> list[tuple[str, str]]:
         ]
     if plan.hw.price is None:
         rows += [("price", f"unknown for hw={plan.hw.name}; set hw.price in conf/hw")]
+    return rows
+
+
+def _decoding_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return what answers take that are written beside training."""
+    found = plan.decoding
+    if found is None:
+        return []
+    what = f"{found.rows:,} answers at once, prompts of {found.prompt_tokens:,} tokens + {found.new_tokens:,} new ones"
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in found.classes.items())
+    beside = (
+        f"{found.total_gib:.2f} GiB per chip ({parts}), {found.beside_gib:.2f} of {found.limit_gib:.2f} beside what "
+        "training keeps"
+    )
+    if found.token_seconds is None or found.prefill_seconds is None or found.decode_seconds is None:
+        return [("decode", f"{what}: no estimate, they do not fit"), ("", beside)]
+    words = "" if found.fits else ": DOES NOT FIT"
+    rows = [
+        ("decode", what),
+        (
+            "",
+            f"{1e3 * found.token_seconds:.2f} ms a token ({ESTIMATE}; floor of the HBM "
+            f"{1e3 * found.floor_seconds:.2f}, {100 * (found.share_of_floor or 0):.0f} %), "
+            f"{found.tokens_per_second or 0:,.0f} tokens/s",
+        ),
+        (
+            "",
+            f"copy of the weights {found.merge_seconds:.3f} + prefill {found.prefill_seconds:.3f} + decoding "
+            f"{found.decode_seconds:.3f} = {found.seconds or 0:.3f} s for all",
+        ),
+        ("", f"{beside}{words}"),
+    ]
+    if plan.hw.price is not None:
+        million = found.usd_per_million_tokens(plan.hw.price)
+        rows += [("", f"{both_prices(million)} per million tokens of answers, their prompts included")]
     return rows
 
 

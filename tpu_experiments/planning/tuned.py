@@ -2,7 +2,8 @@
 
 A line is one compiled training step of a model on a machine, with the planned figures of its settings. It applies to
 runs whose rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being
-equal: their step needs no more memory. Of the lines that apply, the one with the shortest run is chosen, compilation
+equal: their step needs no more memory. An objective whose step costs what another one's does takes the lines of both
+(`ObjectiveConfig.planned_as`). Of the lines that apply, the one with the shortest run is chosen, compilation
 included.
 """
 
@@ -183,14 +184,16 @@ def applicable_lines(config: Config) -> Iterator[Line]:
     if not mine:
         return
     try:
-        facts = facts_of(config)
+        facts = {facts_of(config)}
+        if (other := config.objective.planned_as()) is not None:
+            facts.add(facts_of(replace(config, objective=other)))
         longest = max(stage.geometry.seq_len for stage in resolve_stages(config))
     except ConfigError:
         return
     for line in mine:
         is_no_larger = 0 < config.lora.r <= line.rank and set(config.lora.targets) <= set(line.targets)
         is_no_larger &= not config.lora.dora  # whose steps need more memory
-        if facts == line.facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
+        if line.facts in facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
             yield line
 
 

@@ -3,6 +3,7 @@
 import fnmatch
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
@@ -134,6 +135,15 @@ class ShardingTable:
                     f"sharding={self.name} leaves {name} with {size:,} elements whole on every device (limit "
                     f"sharding.max_replicated_elements={self.max_replicated:,}); add a rule or raise the limit."
                 )
+
+
+def read_alone(sharding: ShardingConfig) -> ShardingConfig:
+    """Return the table of weights that no step changes: on every device whole, or its share along `tensor`.
+
+    A program that reads them for every token would gather what is split along `fsdp` each time that it is called.
+    """
+    rules = {glob: list(in_use(tuple(axes))) for glob, axes in sharding.rules.items()}
+    return replace(sharding, rules=rules, max_replicated_elements=0)
 
 
 def check_heads(mesh: Mesh, arch: Any) -> None:

@@ -10,6 +10,7 @@ from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.tasks.setup import prompts_of
 from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
 from tpu_experiments.training.row_lengths import measure_rows
 
@@ -36,6 +37,7 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     stages = stages_with_data(config)
     tokenizer = load_run_tokenizer(config)
     sources = prepare_sources(config, tokenizer=tokenizer, stages=stages, verify="all")
+    prompts_of(config, stages, tokenizer=tokenizer)
     for stage in stages:
         write_epochs(stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder)
     manifests: list[Manifest] = [m for source in sources.values() for m in source.manifests.values()]

@@ -144,7 +144,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         max_bytes=int(loader.cache_gib * GIB),
         read_ahead_bytes=loader.read_ahead_mib * MIB,
     )
-    labels = config.objective.known_labels()
+    labels = config.objective.known_labels() if config.objective.reads_labels else None
     return Preparation(
         config.prepare,
         folder,
@@ -265,6 +265,15 @@ class StepInfo:
     """Tokens of the global batch that are not padding."""
     is_last: bool
     """Whether the stage ends with it."""
+    examples: tuple[int, int] | None = None
+    """Learnt tokens of the global batch and its `objective.examples`; None where tokens alone are counted."""
+
+
+def _examples(batch: Batch, config: Config) -> tuple[int, int] | None:
+    if not config.objective.reads_pairs:
+        return None
+    answers = batch.num_answers
+    return batch.num_supervised, answers if config.objective.reads_single else answers // 2
 
 
 def stage_rows(inputs: RunInputs, stage: Stage, *, config: Config) -> ReplayedRows:
@@ -445,7 +454,7 @@ def step_batches(
         whole = with_all_tokens_learnt(whole) if stage.learn == "all" else whole
         whole = with_step_noise(whole, stage.index, step, config=config) if draws else whole
         mine = whole.slice_process(*process)
-        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, is_last=step == last)
+        info = StepInfo(step, lr, mine.labels, whole.labels, whole.num_tokens, step == last, _examples(whole, config))
         mix = quantised_share(config, stage=stage.index, step=step)
         tensors = training_tensors(mine, geometry, lr=lr, mix=mix, inputs=config.objective.inputs())
         yield info, {**tensors, **added}
@@ -624,10 +633,12 @@ def tokens_per_call(config: Config) -> int:
 def scores_rollouts(config: Config) -> bool:
     """Return whether the model scores a rollout before it learns from it.
 
-    For one update, the log-probabilities of the own sampler at temperature 1 are those of the model.
+    For one update, the log-probabilities of the own sampler at temperature 1 are those of the model in float32. In
+    bf16 it writes with weights that were rounded with the adapter in them.
     """
     rollout = config.rollout
-    return rollout.updates > 1 or rollout.sampler != "own" or rollout.temperature != 1
+    is_exact = rollout.sampler == "own" and rollout.temperature == 1 and config.model.dtype == "float32"
+    return rollout.updates > 1 or not is_exact
 
 
 def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
@@ -639,6 +650,7 @@ def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> di
         found["score"] = {(g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries}
     if config.rollout.sampler == "own":
         bucket, num = prompt_bucket(inputs, config), config.rollout.num_rows
+        found["merge"] = {()}
         found[f"read {bucket}"] = {(num, bucket)}
         if config.rollout.max_new_tokens > 1:
             found[f"write {bucket}"] = {(num, tokens_per_call(config))}

@@ -61,6 +61,8 @@ class Pending:
     """Report on the device, set when the step is queued."""
     mark: Mark = Mark()
     """Host clocks when the step was queued."""
+    examples: tuple[int, int] | None = None
+    """`StepInfo.examples`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Reading:
     """Sums that the objective reports, of each entry of `losses`; empty if it reports none, or a step is not known."""
     shares: list[list[float]] = field(default_factory=list)
     """Shares of the codes -1, 0 and 1 by layer, of the last finite step; empty if not computed."""
+    num_examples: int = 0
+    """Pairs or single answers of the finite steps; 0 where tokens alone are counted."""
 
     @property
     def mean_loss(self) -> float:
@@ -218,7 +222,7 @@ def read_reports(
     """Read the reports of `steps` from the device, after the losses `carried` over a resume."""
     losses, each = list(carried), list(carried_supervised)
     skipped: list[Skipped] = []
-    supervised, grad_norm = 0.0, math.nan
+    supervised, examples, grad_norm = 0.0, 0, math.nan
     reported = list(carried_reported)
     finite: StepOutput | None = None
     for pending in steps:
@@ -232,7 +236,8 @@ def read_reports(
             continue
         losses.append((pending.step, loss))
         each.append(float(on_host(output.num_supervised)))
-        supervised += each[-1]
+        supervised += each[-1] if pending.examples is None else pending.examples[0]
+        examples += 0 if pending.examples is None else pending.examples[1]
         if output.reported is not None:
             reported.append(on_host(output.reported).tolist())
         grad_norm, finite = norm, output
@@ -245,7 +250,7 @@ def read_reports(
     shares = [] if finite is None or finite.shares is None else on_host(finite.shares).tolist()
     scale = _value(last.output.loss_scale)
     known = reported if len(reported) == len(losses) else []
-    return Reading(last.step, last.lr, losses, *values, loss_scale=scale, reported=known, shares=shares)
+    return Reading(last.step, last.lr, losses, *values, scale, known, shares, examples)
 
 
 def _value(tensor: Tensor | None) -> float | None:
@@ -285,6 +290,7 @@ class Totals:
     supervised: float = 0.0
     model_flops: float = 0.0
     executed_flops: float = 0.0
+    examples: int = 0
 
     def add(self, other: "Totals") -> None:
         """Add the sums of another interval to these."""
@@ -302,6 +308,8 @@ class Meters:
     """FLOPs per token by row length; empty for a model whose FLOPs are not counted."""
     totals: Totals = field(default_factory=Totals)
     """Sums over the measured intervals of this process."""
+    examples: str | None = None
+    """What is counted beside tokens (`ObjectiveConfig.examples`)."""
 
     def __post_init__(self) -> None:
         self._input_wait = 0.0
@@ -366,12 +374,14 @@ class Meters:
     def means(self) -> dict[str, float | None]:
         """Return the meters (`RATES`) over all measured steps, with None for unknown values."""
         known = self._rates(self.totals) if self.totals.steps else {}
-        return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in RATES}
+        names = (*RATES, *([] if self.examples is None else [f"{self.examples}_per_second"]))
+        return {"measured_steps": float(self.totals.steps)} | {name: known.get(name) for name in names}
 
     def _part(self, reading: Reading, span: Mark) -> Totals:
         steps, geometry = reading.num_steps, self._geometry
         assert geometry is not None, "a stage has begun"
         part = Totals(steps, span.seconds, span.trace, span.input_wait, reading.num_tokens, reading.num_supervised)
+        part.examples = reading.num_examples
         flops = self.flops.get(geometry.seq_len)
         if flops is not None:
             part.model_flops = flops.model * reading.num_tokens
@@ -391,6 +401,8 @@ class Meters:
             "input_wait_seconds": input_wait / part.steps,
             "rest_seconds": (part.seconds - trace - input_wait) / part.steps,
         }
+        if self.examples is not None:
+            rates[f"{self.examples}_per_second"] = part.examples / part.seconds
         if self.hw.chip is not None and part.model_flops:
             settings = {"seconds": part.seconds, "peak_tflops": self.hw.chip.peak_tflops_bf16}
             rates["mfu"] = utilisation(part.model_flops, **settings, num_devices=self.hw.num_devices)

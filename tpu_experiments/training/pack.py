@@ -86,11 +86,11 @@ class PackedStep:
         totals = [step.counted(batch) for step, batch in zip(self.steps, batches, strict=True)]
         loss_scales = [loss_scale_of(state) for state in states]
         divisors = [t if s is None else t / s for t, s in zip(totals, loss_scales, strict=True)]
-        grads, row_losses = self.gradients(parameters, batches, divisors, scales=scales, thresholds=thresholds)
-        own = zip(self.steps, parameters, states, batches, grads, row_losses, totals, strict=True)
+        grads, kept = self.gradients(parameters, batches, divisors, scales=scales, thresholds=thresholds)
+        own = zip(self.steps, parameters, states, batches, grads, kept, totals, strict=True)
         return [
-            step.updated(mine, state, batch, grads=found, row_losses=losses, total=total)
-            for step, mine, state, batch, found, losses, total in own
+            step.updated(mine, state, batch, grads=found, kept=rows, total=total)
+            for step, mine, state, batch, found, rows, total in own
         ]
 
     def gradients(
@@ -102,7 +102,7 @@ class PackedStep:
         scales: Tensor,
         thresholds: Tensor,
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Return each adapter's gradients, in the order of its parameters, and the losses of its rows (A, R)."""
+        """Return each adapter's gradients, in the order of its parameters, and what is kept of its rows (A, R, ...)."""
         num, names = len(batches), list(parameters[0])
         own = [dict(batch) for batch in batches]
         if NOISE in own[0]:
@@ -114,17 +114,18 @@ class PackedStep:
             scales, *divisors = others
             each = [dict(zip(names, leaves[k * len(names) :], strict=False)) for k in range(num)]
             rows = dict(zip(keys, tensors, strict=True))
-            sums, _ = self.steps[0].row_loss(self.module, packed(each, scales), rows)
+            sums, kept = self.steps[0].losses(self.module, packed(each, scales), rows)
             parts = rows_of_each(sums, num=num, num_shards=self.num_shards)
             losses = [mean_loss(part, divisor) for part, divisor in zip(parts, divisors, strict=True)]
-            return torch.stack(losses).sum(), torch.stack(parts, dim=1)
+            of_each = parts if kept is sums else rows_of_each(kept, num=num, num_shards=self.num_shards)
+            return torch.stack(losses).sum(), torch.stack(of_each, dim=1)
 
         xs = tuple(joined_rows([batch[key] for batch in own], num_shards=self.num_shards) for key in keys)
         values = tuple(tensor for each in parameters for tensor in each.values())
         with split_over(self.num_shards):
-            grads, sums_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
+            grads, kept_ARK = summed_gradients(loss_of, values, xs, (scales, *divisors), loop=self.steps[0].loop)
         by_adapter = [grads[k * len(names) : (k + 1) * len(names)] for k in range(num)]
-        return by_adapter, [sums_ARK[:, :, k] for k in range(num)]
+        return by_adapter, [kept_ARK[:, :, k] for k in range(num)]
 
 
 # ---- the runs -----------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "data_audit": progress.data,
         "start": progress.start,
         "hw": config.hw.name,
-        "stages": [_stage(record, is_perplexity=objective_class(config).has_perplexity) for record in progress.stages],
+        "stages": [_stage(record, config=config) for record in progress.stages],
         **_quality(ending),
         "writes_text": writes_text(config),
         **({} if objective_class(config).has_perplexity else {"has_perplexity": False}),
@@ -78,16 +78,17 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
     }
 
 
-def _stage(record: StageRecord, *, is_perplexity: bool) -> dict[str, Any]:
+def _stage(record: StageRecord, *, config: Config) -> dict[str, Any]:
     """Return the results of a stage, with the mean loss of each pass over its rows."""
-    epochs = None
+    epochs, is_perplexity = None, objective_class(config).has_perplexity
+    counted = "supervised_tokens" if config.objective.examples is None else "predictions"
     if record.epochs is not None:
         epochs = [
             {
                 "epoch": each.epoch,
                 "is_over": each.is_over,
                 "steps": each.steps,
-                "supervised_tokens": each.supervised,
+                counted: each.supervised,
                 "train_loss": each.loss,
                 "train_perplexity": perplexity(each.loss) if is_perplexity else None,
             }

@@ -34,17 +34,16 @@ from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.export.generation import ends_of
 from tpu_experiments.models.passes.generation import Completions, Decoder, Sampling
-from tpu_experiments.models.sources.live import LiveModel
-from tpu_experiments.optim.ema import held_of
 from tpu_experiments.rewards.advantages import Advantages, advantages
 from tpu_experiments.rewards.pool import Answer, RewardPool, Rewards
 from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
-from tpu_experiments.training.batches import prompt_bucket, scores_rollouts, tokens_per_call
+from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
@@ -101,29 +100,25 @@ class OwnSampler:
     """Answers by the parameters that are being trained, on their devices; every process writes all of them."""
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
-        config, inputs, parameters = trainer.config, trainer.inputs, trainer.parameters
-        live = LiveModel(
-            trainer.model,
-            lora=config.lora,
-            parameters=parameters,
-            held=lambda: held_of(parameters),
-            place=trainer.runtime.place,
-        )
+        config, inputs = trainer.config, trainer.inputs
+        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime)
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(
-            live.module,
+            self._copy.module,
             runtime=trainer.runtime,
             choice=ChoiceConfig(do_sample=True, top_k=0),
             num_rows=config.rollout.num_rows,
             max_new_tokens=config.rollout.max_new_tokens,
             tokens_per_call=tokens_per_call(config),
             seed=config.seed,
-            live=live,
+            weights=lambda: self._copy.tensors,
+            is_alone=False,
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
-        """Do nothing: the programs read the current parameters."""
+        """Copy the current weights, with the adapters in them, until `sample` has ended."""
+        self._copy.refresh()
 
     def close(self) -> None:
         """Do nothing: all of it ends with the process."""
@@ -139,6 +134,7 @@ class OwnSampler:
             part = slice(begin, begin + size)
             how: dict[str, Any] = {"bucket": self._bucket, "ends": self._ends, "sampling": sampling}
             parts.append(self._decoder.complete(prompts[part], draws=draws[part], **how))
+        self._copy.release()  # the memory is that of a step's activations
         arrays = ("ids_BN", "log_probs_BN", "lengths_B")
         return Completions(*(np.concatenate([getattr(part, name) for part in parts]) for name in arrays))
 
@@ -197,6 +193,8 @@ class PolicyTrainer(Trainer):
         """Seconds of an iteration by part, of those of this process."""
         self.facts: dict[int, dict[str, float]] = {}
         """What log records say of an iteration."""
+        self.teaches = True
+        """Whether the answers of the current iteration differ in what they are worth."""
         self.start_score: ReferencePass | None = None
         if self.outputs is not None:  # None in a plan
             self.store = RolloutStore(self.outputs.folder.path(FOLDER))
@@ -257,11 +255,26 @@ class PolicyTrainer(Trainer):
                     self.progress.advance(stop)
                     continue
                 found = self.rollout(stage, rows, first=first)
+                self.teaches = bool(found.advantage_N.any())
                 began = time.perf_counter()
                 self.feed_steps(stage, self.rows_of(found, stage, first=first), num_steps=num_steps, stop=stop)
                 self.seconds.setdefault(found.iteration, {})["update"] = time.perf_counter() - began
             self.wait_and_record()
             self.raise_requested_rollback()
+        if not self.progress.peak_lr:
+            log.warning(
+                "rollout.rewards; in %d steps no answer was worth more than another to the same prompt, so nothing was "
+                "learnt; start from a model that is sometimes right (start.run=), ask easier questions, or add a "
+                "reward that tells these answers apart",
+                self.progress.step,
+            )
+
+    def queue_step(self, info: StepInfo, batch: Mapping[str, Tensor]) -> None:
+        """Queue one step; one whose answers are all worth the same need not change anything."""
+        before = self.progress.peak_lr
+        super().queue_step(info, batch)
+        if not self.teaches:
+            self.progress.peak_lr = before
 
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""

@@ -178,15 +178,8 @@ class TrainStep:
         """
         total = self.counted(batch)
         scale = scale_of(state)
-        grads, row_losses_AR = self.gradients(parameters, batch, total if scale is None else total / scale)
-        report_ARK = None
-        if self.reported is not None:
-            num = 1 if total.ndim == 0 else len(total)
-            row_losses_AR, report_ARK = row_losses_AR[..., :num], row_losses_AR[..., num:]
-            row_losses_AR = row_losses_AR.reshape(*row_losses_AR.shape[:2], *total.shape)
-        return self.updated(
-            parameters, state, batch, grads=grads, row_losses=row_losses_AR, total=total, report=report_ARK
-        )
+        grads, kept = self.gradients(parameters, batch, total if scale is None else total / scale)
+        return self.updated(parameters, state, batch, grads=grads, kept=kept, total=total)
 
     def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of predictions in the global batch, at least 1: shape (), with parts (G,)."""
@@ -203,25 +196,27 @@ class TrainStep:
         batch: Mapping[str, Tensor],
         *,
         grads: Sequence[Tensor],
-        row_losses: Tensor,
+        kept: Tensor,
         total: Tensor,
-        report: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], State, StepOutput]:
         """Reduce, clip and apply this process's gradients; the result is that of the step.
 
         Args:
             grads: those of the loss multiplied by the loss scale, if there is one, in the order of `parameters`.
-            row_losses: (A, R) or (A, R, G).
+            kept: what `losses` keeps of every row, (A, R, ...).
             total: that of `counted`.
-            report: (A, R, K) sums of every row that the objective reports.
         """
-        scale, row_losses_AR = scale_of(state), row_losses
+        scale, row_losses_AR, report_ARK = scale_of(state), kept, None
+        if self.reported is not None:
+            num = 1 if total.ndim == 0 else len(total)
+            row_losses_AR, report_ARK = kept[..., :num], kept[..., num:]
+            row_losses_AR = row_losses_AR.reshape(*row_losses_AR.shape[:2], *total.shape)
         if total.ndim > 0:
             # Rescaled, so that the rows' losses are one number each and their sum over one count is the loss.
             count = total.sum()
             row_losses_AR, total = (row_losses_AR / total).sum(-1) * count, count
         with torch.no_grad():
-            more = [] if report is None else [report.sum((0, 1))]
+            more = [] if report_ARK is None else [report_ARK.sum((0, 1))]
             *grads, loss = self.sum_over_processes([*grads, *more, row_losses_AR.sum() / total])
             reported = grads.pop() if more else None
             if scale is not None:  # a power of two: nothing is rounded
@@ -256,9 +251,8 @@ class TrainStep:
     def gradients(
         self, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], total: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Return gradients of this process's loss, in the order of `parameters`, and row losses (A, R) or (A, R, G).
+        """Return gradients of this process's loss, in the order of `parameters`, and what is kept of rows (A, R, ...).
 
-        Of an objective that reports sums they are (A, R, G + K), with K of those behind the losses, and G 1 or more.
         Micro-batches run in a device loop, so that the program's size does not depend on their number.
         """
         names, weights = row_tensors(batch), weights_with_adapters()
@@ -266,17 +260,23 @@ class TrainStep:
         def loss_of(leaves: Sequence[Tensor], tensors: Tensors, others: Tensors) -> tuple[Tensor, Tensor]:
             rows = dict(zip(names, tensors, strict=True))
             with with_adapters(dict(zip(weights, others[1:], strict=True))):
-                own = dict(zip(parameters, leaves, strict=True))
-                if self.reported is None:
-                    sums_R, _ = self.row_loss(self.module, own, rows)
-                    return mean_loss(sums_R, others[0]), sums_R
-                sums_R, _, report_RK = self.reported(self.module, own, rows)
-            both = torch.cat([sums_R.reshape(len(sums_R), -1), report_RK], dim=1)
-            return mean_loss(sums_R, others[0]), both
+                sums_R, kept = self.losses(self.module, dict(zip(parameters, leaves, strict=True)), rows)
+            return mean_loss(sums_R, others[0]), kept
 
         xs = tuple(batch[k] for k in names)
         others = (total, *weights.values())
         return summed_gradients(loss_of, tuple(parameters.values()), xs, others, loop=self.loop)
+
+    def losses(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the rows' loss sums (R,) or (R, G), to be differentiated, and what a step keeps of every row.
+
+        These are the same sums, or of an objective that reports some (R, G + K), with K of those behind the losses.
+        """
+        if self.reported is None:
+            sums_R, _ = self.row_loss(module, parameters, rows)
+            return sums_R, sums_R
+        sums_R, _, report_RK = self.reported(module, parameters, rows)
+        return sums_R, torch.cat([sums_R.reshape(len(sums_R), -1), report_RK], dim=1)
 
 
 def summed_gradients(
@@ -287,10 +287,10 @@ def summed_gradients(
     *,
     loop: Loop,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the gradients of `values`, summed over micro-batches, and the rows' losses (A, R) or (A, R, G).
+    """Return the gradients of `values`, summed over micro-batches, and what is kept of their rows (A, R, ...).
 
     Args:
-        loss_of: (values, tensors of a micro-batch, others) to its loss () and its rows' losses.
+        loss_of: (values, tensors of a micro-batch, others) to its loss () and what is kept of its rows (R, ...).
         xs: tensors with an entry for every micro-batch.
     """
 
@@ -299,21 +299,21 @@ def summed_gradients(
         # takes the graph becomes an output of the program, so the next step would be a different program.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             leaves = [w.detach().requires_grad_() for w in weights]
-            loss, sums_R = loss_of(leaves, tensors, others)
-            return list(torch.autograd.grad(loss, leaves)), sums_R.detach()
+            loss, kept = loss_of(leaves, tensors, others)
+            return list(torch.autograd.grad(loss, leaves)), kept.detach()
 
     num = len(others)
 
     def body(carry: Tensors, tensors: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-        grads, sums_R = micro(consts[num:], tensors, consts[:num])
-        return tuple(a + g for a, g in zip(carry, grads, strict=True)), (sums_R,)
+        grads, kept = micro(consts[num:], tensors, consts[:num])
+        return tuple(a + g for a, g in zip(carry, grads, strict=True)), (kept,)
 
     if len(xs[0]) == 1:
-        grads, sums_R = micro(values, tuple(x[0] for x in xs), others)
-        return grads, sums_R[None]
+        grads, kept = micro(values, tuple(x[0] for x in xs), others)
+        return grads, kept[None]
     zeros = tuple(torch.zeros_like(value) for value in values)
-    summed, (row_losses_AR,) = loop(LoopCall(body, carry=zeros, xs=xs, consts=(*others, *values)))
-    return list(summed), row_losses_AR
+    summed, (kept,) = loop(LoopCall(body, carry=zeros, xs=xs, consts=(*others, *values)))
+    return list(summed), kept
 
 
 def mean_loss(sums: Tensor, total: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ class Trainer:
             seq_lens=lengths,
             is_recomputed=recomputed,
         )
-        self.meters = Meters(runtime, config.hw, flops)
+        self.meters = Meters(runtime, config.hw, flops, examples=config.objective.examples)
         self.step = TrainStep(
             self.model.module,
             updates=self.updates,
@@ -435,7 +435,7 @@ class Trainer:
         self.runtime.seed(seed_of(self.config.seed, self.progress.step, self.runtime.share[0]))
         step = self.progress.step + 1
         due = step % self.intervals.log == 0 or info.is_last
-        pending = Pending(step, info.lr, info.labels, info.num_tokens, mark=self.meters.mark())
+        pending = Pending(step, info.lr, info.labels, info.num_tokens, None, self.meters.mark(), info.examples)
         self.window.pending.append(pending)
         self.outputs.rows(step, info.global_labels)
         steps = self.window.close() if due else []

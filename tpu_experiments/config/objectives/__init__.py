@@ -9,6 +9,7 @@ from tpu_experiments.config.objectives.next_token import NextTokenConfig
 from tpu_experiments.config.objectives.policy import PolicyConfig
 from tpu_experiments.config.objectives.preference import PreferenceConfig
 from tpu_experiments.config.objectives.replaced_token import ReplacedTokenConfig
+from tpu_experiments.config.objectives.reward import RewardConfig
 
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "next_token": NextTokenConfig,
@@ -19,6 +20,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), PreferenceConfig),
     "kto": KtoConfig,
     **dict.fromkeys(("grpo", "rloo"), PolicyConfig),
+    "reward": RewardConfig,
 }
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())

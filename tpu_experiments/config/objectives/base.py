@@ -32,6 +32,8 @@ class ObjectiveConfig:
     """Whether its rows are answers that the model writes in training (`rollout`)."""
     lr_factor: ClassVar[float] = 1.0
     """Factor of `model.lr`, where `optim.lr` is null."""
+    asks_questions: ClassVar[bool] = True
+    """Whether its runs answer the questions of their data, or refuse them; False leaves them out."""
     counts_flops: ClassVar[bool] = True
     """Whether its class says its FLOPs; those of a causal decoder are known before torch is imported."""
     ranked_by: ClassVar[str | None] = None
@@ -41,8 +43,16 @@ class ObjectiveConfig:
     why_alone: ClassVar[str | None] = None
     """Why its runs share no program with others (config/packs.py)."""
 
+    @property
+    def examples(self) -> str | None:
+        """Return what its rows hold, as records call it; None of tokens alone."""
+        return ("answers" if self.reads_single else "pairs") if self.reads_pairs else None
+
     def known_labels(self) -> list[str] | None:
-        """Return the labels in the order of their numbers; None where it has none, or they are not known yet."""
+        """Return the labels in the order of their numbers; None where it has none, or they are not known yet.
+
+        Without `reads_labels` they are the names of a head's outputs in the model's config.
+        """
         return None
 
     def with_labels(self, labels: list[str]) -> "ObjectiveConfig":
@@ -56,6 +66,13 @@ class ObjectiveConfig:
     def reads_start(self) -> bool:
         """Return whether answers are compared with the model as the run starts; with `samples_rollouts`."""
         return False
+
+    def planned_as(self) -> "ObjectiveConfig | None":
+        """Return settings whose lines of conf/tuned.yaml hold as well; None where the step has another cost.
+
+        Its own lines hold in any case.
+        """
+        return None
 
     def inputs(self) -> dict[str, float]:
         """Return the values of settings that rows carry into programs: other values need no other program.

@@ -14,7 +14,10 @@ class KtoConfig(ObjectiveConfig):
     _target_: str = "tpu_experiments.objectives.kto.Kto"
     reads_pairs: ClassVar[bool] = True
     reads_single: ClassVar[bool] = True
-    is_evaluated: ClassVar[bool] = False
+    ranked_by: ClassVar[str | None] = "rewards/accuracies"
+    for_files: ClassVar[tuple[str, ...]] = (
+        *("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "chosen_tokens", "rejected_tokens"),
+    )
     lr_factor: ClassVar[float] = 1 / 40
     """Those of pairs: the paper's 5e-7 of all weights."""
     why_alone: ClassVar[str | None] = "objective=kto computes its reference before the first step"

@@ -6,6 +6,7 @@ from typing import ClassVar
 from tpu_experiments.config.data_schema import PrepareConfig
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.objectives.base import ObjectiveConfig
+from tpu_experiments.config.objectives.next_token import NextTokenConfig
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Losses of the model alone."""
@@ -43,6 +44,10 @@ class PreferenceConfig(ObjectiveConfig):
     def reads_reference(self) -> bool:
         """Return whether the loss compares with the model as it starts."""
         return self.loss not in WITHOUT_REFERENCE
+
+    def planned_as(self) -> ObjectiveConfig:
+        """Return the settings of next tokens: a step is theirs, one pass and its gradient, and sums over segments."""
+        return NextTokenConfig(name="next_token")
 
     def inputs(self) -> dict[str, float]:
         """Return the numbers of the loss; a weight of 0 is none of them, since the loss then has one part less."""

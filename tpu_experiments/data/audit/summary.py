@@ -166,9 +166,11 @@ def pairs_text(manifest: Manifest) -> str:
     count = pairs["count"]
     chosen, rejected = (pairs[f"{side}_tokens"] / count for side in ("chosen", "rejected"))
     scores = f"scores contradict the order in {pairs['contradicted']:,} of {pairs['scored']:,}"
+    left_out = count - manifest["splits"].get("train", {}).get("documents", 0)
     return _listed(
         (
             f"{count:,} to train",
+            *([f"{left_out:,} of them too long for a row but counted here"] if left_out > 0 else []),
             f"chosen {chosen:.1f} tokens on average",
             f"rejected {rejected:.1f}",
             f"chosen longer in {percent(pairs['chosen_longer'], count)}",

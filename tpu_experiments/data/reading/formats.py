@@ -38,8 +38,13 @@ from tpu_experiments.data.reading.locations import JSON_SUFFIXES, suffixes_of
 from tpu_experiments.data.reading.marked_texts import turns_of_human_assistant, turns_of_llama2
 from tpu_experiments.data.reading.names import ROLES, meaning_in_row, normal
 from tpu_experiments.data.reading.pairs import (
+    CHOSEN,
+    COMPLETION,
     FIELDS_OF_PAIRS,
     OPTIONAL_OF_PAIRS,
+    PROMPT,
+    REJECTED,
+    column_of,
     empty_answer,
     label_of,
     scores_of,
@@ -315,8 +320,8 @@ def _pair(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[l
         prompt = _with_history(record, prompt, spec=spec, unread=unread)
     tools = _offered(record, prompt, spec=spec)
     sides = [
-        _ended(prompt, answer, name=spec.fields.get(name, name))
-        for name, answer in zip(("chosen", "rejected"), answers, strict=True)
+        _ended(prompt, answer, name=column_of(record, names))
+        for names, answer in zip((CHOSEN, REJECTED), answers, strict=True)
     ]
     if sides[0] == sides[1]:
         raise BadRow("same_answers", SAME_ANSWERS)
@@ -328,7 +333,7 @@ def _single(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list
     prompt, answer = turns_of_single(record, spec=spec, unread=unread)
     prompt = _with_history(record, prompt, spec=spec, unread=unread)
     tools = _offered(record, prompt, spec=spec)
-    return _ended(prompt, answer, name="completion"), tools
+    return _ended(prompt, answer, name=column_of(record, COMPLETION, PROMPT)), tools
 
 
 def _offered(record: Record, prompt: list[Turn], *, spec: SourceSpec) -> list[Any]:

@@ -97,8 +97,8 @@ def turns_of_single(record: Record, *, spec: SourceSpec, unread: set[str]) -> tu
     if last is None:
         raise BadRow(
             "no_field",
-            f"has no answer, neither a turn of the assistant nor a field {' or '.join(COMPLETION)}; it has "
-            f"{names_of(record.fields)}; mend or remove the row.",
+            f"has no answer, neither a turn of the assistant in {column_of(record, PROMPT)!r} nor a field "
+            f"{_any_of(COMPLETION, spec)!r}; it has {names_of(record.fields)}; mend or remove the row.",
         )
     return prompt[:last], prompt[last : last + 1]
 
@@ -145,9 +145,9 @@ def _number(value: Any) -> float | None:
 def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpec, unread: set[str]) -> list[Turn]:
     found = record.find(*names)
     if found is None or is_empty(found[1]):
-        own = " or ".join(spec.fields.get(name, name) for name in names)
+        own = _any_of(names, spec) if found is None else found[0]
         if found is not None and role == "assistant":
-            raise empty_answer(found[0])
+            raise empty_answer(own)
         raise BadRow(
             "no_field",
             f"has nothing in {own!r}, which data.{spec.name}.format={spec.format} needs; it has "
@@ -172,6 +172,15 @@ def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpe
             "format=implicit_prompt, or mend the row.",
         )
     return with_calls_joined(turns)
+
+
+def column_of(record: Record, *kinds: tuple[str, ...]) -> str:
+    """Return the name in the user's row of the first of these fields that has a value."""
+    return next(found[0] for names in kinds if (found := record.find(*names)) is not None)
+
+
+def _any_of(names: tuple[str, ...], spec: SourceSpec) -> str:
+    return " or ".join(spec.fields.get(name, name) for name in names)
 
 
 def empty_answer(name: str) -> BadRow:

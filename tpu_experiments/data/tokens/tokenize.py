@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.data.documents import SAME_ANSWERS, Document, Refused
+from tpu_experiments.data.documents import SAME_ANSWERS, SAME_BUT_FOR_BLANKS, Document, Refused
 from tpu_experiments.data.tokens.chat import (
     ChatRenderer,
     Messages,
@@ -392,8 +392,9 @@ def tokenize_pairs(
 ) -> list[tuple[Document, Tokens | Refused]]:
     """Tokenize preference pairs: the chosen conversation, and the rejected one from a token with `SECOND` on.
 
-    A pair is refused where one of the two is, and where both are the same. A single answer is a pair without the other
-    one, in whose place is one token that is not learnt: a good one is chosen, a bad one rejected.
+    A pair is refused where one of the two is, and where both are the same, as rendered or but for the blanks at the
+    ends of their turns; blanks inside are indentation or paragraphs, which one may prefer. A single answer is a pair
+    without the other one, in whose place is one token that is not learnt: a good one is chosen, a bad one rejected.
     """
     halves = [
         half for document in documents for half in (replace(document, rejected=None, label=None), document.rejected)
@@ -402,7 +403,7 @@ def tokenize_pairs(
     return [
         (document, _alone(next(made), is_good=document.label == "true"))
         if document.rejected is None
-        else (document, _joined(next(made), next(made), place=_place(document)))
+        else (document, _joined(next(made), next(made), document=document))
         for document in documents
     ]
 
@@ -417,18 +418,25 @@ def _alone(own: Tokens | Refused, *, is_good: bool) -> Tokens | Refused:
     return Tokens(np.concatenate([first, second]), joined, own.document_id, own.has_empty_thought)
 
 
-def _joined(chosen: Tokens | Refused, rejected: Tokens | Refused, *, place: str) -> Tokens | Refused:
+def _joined(chosen: Tokens | Refused, rejected: Tokens | Refused, *, document: Document) -> Tokens | Refused:
     for half in (chosen, rejected):
         if isinstance(half, Refused):
             return Refused(half.reason, half.place, half.message, half.is_bad_row)
     assert isinstance(chosen, Tokens)
     assert isinstance(rejected, Tokens)
     if np.array_equal(chosen.ids, rejected.ids):
-        return Refused("same_answers", place, SAME_ANSWERS)
+        return Refused("same_answers", _place(document), SAME_ANSWERS)
+    if document.rejected is not None and _stripped(document) == _stripped(document.rejected):
+        return Refused("same_answers", _place(document), SAME_BUT_FOR_BLANKS)
     flags = np.concatenate([chosen.flags, rejected.flags])
     flags[len(chosen.flags)] |= SECOND
     has_empty_thought = chosen.has_empty_thought or rejected.has_empty_thought
     return Tokens(np.concatenate([chosen.ids, rejected.ids]), flags, chosen.document_id, has_empty_thought)
+
+
+def _stripped(document: Document) -> tuple[object, ...]:
+    turns = [(role, content.strip()) for role, content in document.messages or ()]
+    return (turns, document.extras)
 
 
 class ByteTokenizer:

@@ -16,7 +16,13 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.masking import LABEL, num_texts
 from tpu_experiments.models.parts.dropout import NOISE, noise
 from tpu_experiments.models.parts.rope import with_rope_in_kernel
-from tpu_experiments.models.passes.forward import in_module_dtype, mask_in_layers_alone, model_inputs, with_base
+from tpu_experiments.models.passes.forward import (
+    hidden_of,
+    in_module_dtype,
+    mask_in_layers_alone,
+    model_inputs,
+    with_base,
+)
 
 POOLINGS = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 """Values of a config's `classifier_pooling`; a class without it reads the first token."""
@@ -62,13 +68,13 @@ def texts_of(rows: Mapping[str, Tensor]) -> Texts:
     )
 
 
-def class_logits(module: nn.Module, parameters: Mapping[str, Tensor], texts: Texts, *, causal: bool = False) -> Tensor:
+def class_logits(module: nn.Module, parameters: Mapping[str, Tensor], texts: Texts) -> Tensor:
     """Return the logits (R, K, C) of the texts, float32; those of empty places mean nothing.
 
     Args:
         parameters: float32 trainable parameters by name.
     """
-    inputs = model_inputs(module, texts.rows, causal=causal) | {"belongs_RKT": texts.belongs_RKT}
+    inputs = model_inputs(module, texts.rows, causal=False) | {"belongs_RKT": texts.belongs_RKT}
     first_RKT = texts.belongs_RKT & (texts.rows["positions"] == 0)[:, None]
     with noise(texts.rows.get(NOISE)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
@@ -92,6 +98,47 @@ def pooling_of(module: nn.Module) -> str:
             f"{', '.join(POOLINGS)}."
         )
     return POOLINGS[named]
+
+
+def last_scores(module: nn.Module, parameters: Mapping[str, Tensor], rows: Mapping[str, Tensor], *, num: int) -> Tensor:
+    """Return the only logit of segments 1, 2, ... of every row, each at its last token (R, S), float32, by a decoder.
+
+    As transformers' classes have it, the last token is the last one that is not `pad_token_id`, since a text may end
+    with that (an end-of-sequence token that pads). Segments that are not there have 0.
+
+    Args:
+        num: S, the places of a row for segments.
+    """
+    hidden_RTH, head_1H = hidden_of(module, parameters, rows, head=logit_layer(module))
+    # In float32 and no matrix product: a score rounded to bf16 has 8 bits, and so have a TPU's factors.
+    scores_RT = (hidden_RTH.float() * head_1H[0].float()).sum(-1)
+    segments_RT, padding = rows["segments"], getattr(module.config, "pad_token_id", None)
+    is_text_RT = segments_RT > 0 if padding is None else (segments_RT > 0) & (rows["ids"] != padding)
+    number_S1 = torch.arange(1, num + 1, dtype=torch.int32, device=segments_RT.device)[:, None]
+    index_T = torch.arange(segments_RT.shape[1], dtype=torch.int32, device=segments_RT.device)
+    own_RST = (segments_RT[:, None] == number_S1) & is_text_RT[:, None]
+    last_RS1 = torch.where(own_RST, index_T, -1).amax(-1, keepdim=True)
+    return torch.where(index_T == last_RS1, scores_RT[:, None], 0.0).sum(-1)
+
+
+def logit_layer(module: Any) -> str:
+    """Return the name of a classifier's last linear layer, whose output are the logits.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count, inner = module.config.num_labels, f"{module.base_model_prefix}."
+    found = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part.out_features == count and not name.startswith(inner)
+    ]
+    if not found:
+        raise ConfigError(
+            f"model.arch.model_type={module.config.model_type}; transformers' classifier of it has no linear layer for "
+            f"its {count} labels; take another model."
+        )
+    return found[-1]
 
 
 class _Classifying(nn.Module):

@@ -111,15 +111,23 @@ def logits_of(
 
 
 def hidden_of(
-    module: nn.Module, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, causal: bool = True
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    *,
+    causal: bool = True,
+    head: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the last hidden states (B, T, H) and the head's weight (V, H); arguments as in `logits_of`.
 
     The product of the two, soft-capped where the model caps, equals `logits_of` for a module with a plain head and for
     no other. A trained embedding that is tied to the head is returned as the head. A trained head is float32, as in
     `parameters`: cast it to the data type of the hidden states for the product.
+
+    Args:
+        head: name of the head's module; None is that of the vocabulary.
     """
-    inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module)
+    inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module, head)
     drawn, mix = noise(noise_of(batch)), mixed(batch.get(MIX))
     with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
@@ -205,16 +213,17 @@ def in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iter
 
 
 class _WithoutHead(nn.Module):
-    """A causal language model up to its head, which holds the whole, so that functional_call ties weights."""
+    """A decoder up to its head, which holds the whole, so that functional_call ties weights."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, head: str | None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.head = module, head
 
     def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         whole: Any = self.module
         hidden_BTH = getattr(whole, whole.base_model_prefix)(**inputs).last_hidden_state
-        return hidden_BTH, whole.get_output_embeddings().weight
+        head = whole.get_output_embeddings() if self.head is None else whole.get_submodule(self.head)
+        return hidden_BTH, head.weight
 
 
 def model_inputs(module: nn.Module, batch: Mapping[str, Tensor], *, causal: bool = True) -> dict[str, Any]:

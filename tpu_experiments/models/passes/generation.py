@@ -7,17 +7,16 @@ uniform number a token, made on the host, so they are the same on every device f
 slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
 candidates."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
@@ -30,7 +29,7 @@ from tpu_experiments.models.passes.forward import (
     first_position,
     in_attention_form,
 )
-from tpu_experiments.runtime.base import Batch, Out, Runtime
+from tpu_experiments.runtime.base import Batch, Held, Runtime
 from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors, with_slot
 
@@ -257,37 +256,17 @@ class Completions:
     """Tokens of each answer, the one that ended it included."""
 
 
-class LiveWeights(Protocol):
-    """Weights that a run trains, as a decoder's module takes them."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return them by the names of the module's parameters, computed in a program."""
-        ...
-
-    def held(self) -> Mapping[str, Tensor]:
-        """Return the tensors that they are computed from and steps replace."""
-        ...
-
-
-class _Calling(nn.Module):
-    """A module whose functions run while its weights are replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-
 class Decoder:
     """Generates continuations of batches of prompts.
 
     Args:
         module: a model whose layers are not folded, on the runtime's device.
-        num_rows: rows of every batch; rows without a prompt are filled and computed as well.
+        num_rows: rows of every batch, rounded up to a multiple of the devices that split them; rows without a prompt
+            are filled and computed as well.
         tokens_per_call: N.
-        live: weights of a model that is being trained, whose run expects the programs; None: the module's own.
+        weights: returns the module's tensors by name, where they are replaced between calls (training/merged.py).
+        is_alone: whether the runtime has no programs but these: then no other shapes of theirs are compiled. Otherwise
+            the caller declares `program_shapes` with those of its own.
     """
 
     def __init__(
@@ -300,10 +279,13 @@ class Decoder:
         max_new_tokens: int,
         tokens_per_call: int,
         seed: int,
-        live: "LiveWeights | None" = None,
+        weights: Held = dict,
+        is_alone: bool = True,
     ) -> None:
-        self.module, self.runtime, self.choice, self.num_rows = module.eval(), runtime, choice, num_rows
-        self.max_new_tokens, self.seed, self.live = max_new_tokens, seed, live
+        self.module, self.runtime, self.choice = module.eval(), runtime, choice
+        parts = runtime.folding.row_shards if runtime.folding is not None else 1
+        self.num_rows = -(-num_rows // parts) * parts
+        self.max_new_tokens, self.seed, self.weights, self.is_alone = max_new_tokens, seed, weights, is_alone
         self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
         self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
         self.buckets: dict[int, Bucket] = {}
@@ -374,8 +356,8 @@ class Decoder:
         """Yield new tokens (R, n) and log-probabilities of R prompts after each read."""
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
-            if self.live is None:
-                self._expect()
+            if self.is_alone:
+                self.runtime.expect(self.program_shapes(self.buckets))
         # Row by row, so that an answer does not depend on the rows beside it.
         filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
@@ -393,30 +375,15 @@ class Decoder:
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64)))
         return random.random(1 + self.num_calls * self.tokens_per_call, dtype=np.float32)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights in the place of the module's own, computed in a program."""
-        return {} if self.live is None else self.live.weights()
-
-    def held(self) -> Mapping[str, Tensor]:
-        """Return the tensors that other programs write and `weights` reads."""
-        return {} if self.live is None else self.live.held()
-
-    def with_weights(self, weights: Mapping[str, Tensor], function: Callable[[], Out]) -> Out:
-        """Call a function that runs the module, with these weights in the place of its own."""
-        if not weights:
-            return function()
-        named = {f"module.{name}": tensor for name, tensor in weights.items()}
-        found: Out = functional_call(_Calling(self.module), named, (function,), tie_weights=True)
-        return found
-
-    def _expect(self) -> None:
+    def program_shapes(self, buckets: Iterable[int]) -> dict[str, set[tuple[int, ...]]]:
+        """Return the shapes that the programs of these buckets are compiled for, as `Runtime.expect` takes them."""
         shapes: dict[str, set[tuple[int, ...]]] = {}
-        for length in self.buckets:
+        for length in buckets:
             shapes |= {
                 f"read {length}": {(self.num_rows, length)},
                 f"write {length}": {(self.num_rows, self.tokens_per_call)},
             }
-        self.runtime.expect(shapes)
+        return shapes
 
 
 class Bucket:
@@ -427,10 +394,10 @@ class Bucket:
         self.num_slots = length + decoder.num_calls * decoder.tokens_per_call
         """S of keys and values; token ids have one more, as the last token is read by nothing."""
         self.state: dict[str, Tensor] = {}
-        runtime = decoder.runtime
-        self.prefill_program = runtime.program(self.prefill, name=f"read {length}", held=decoder.held)
+        runtime, weights = decoder.runtime, decoder.weights
+        self.prefill_program = runtime.program(self.prefill, name=f"read {length}", held=weights)
         self.decode_program = runtime.program(
-            self.generate_tokens, name=f"write {length}", held=lambda: {**decoder.held(), **self.state}
+            self.generate_tokens, name=f"write {length}", held=lambda: {**self.state, **weights()}
         )
 
     def generate(
@@ -463,9 +430,6 @@ class Bucket:
         Raises:
             ConfigError: the model's layers keep neither keys and values nor a state.
         """
-        return self.decoder.with_weights(self.decoder.weights(), lambda: self._prefilled(batch))
-
-    def _prefilled(self, batch: Batch) -> dict[str, Tensor]:
         module: Any = self.decoder.module
         ids_BT, pads_B = batch["ids"], batch["pads"]
         index_T = torch.arange(self.length, device=ids_BT.device, dtype=torch.int32)
@@ -501,18 +465,16 @@ class Bucket:
 
     def next_states(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what N more tokens, sampled by `uniforms` (B, N), change in `state`, and `NEW` of them."""
-        state, weights = self.state, self.decoder.weights()
+        state = self.state
         names = [name for name in state if name != "pads"]
-        num = len(weights)
 
         def body(carry: Tensors, xs: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            current, (pads_B, *more) = dict(zip(names, carry, strict=True)), consts[num:]
-            given: dict[str, Any] = {"pads_B": pads_B, "uniform_B": xs[0], "shape": more[0] if more else None}
-            own = dict(zip(weights, consts[:num], strict=True))
-            return self.decoder.with_weights(own, lambda: self.next_state(current, **given))
+            current = dict(zip(names, carry, strict=True))
+            shape = consts[1] if len(consts) > 1 else None
+            return self.next_state(current, pads_B=consts[0], uniform_B=xs[0], shape=shape)
 
         carry = tuple(state[name] for name in names)
-        consts = (*weights.values(), state["pads"], *(batch[name] for name in ("shape",) if name in batch))
+        consts = (state["pads"], *(batch[name] for name in ("shape",) if name in batch))
         call = LoopCall(body, carry=carry, xs=(batch["uniforms"].T,), consts=consts)
         changed, new = self.decoder.runtime.loop(call)
         return dict(zip(names, changed, strict=True)), self._whole(new)

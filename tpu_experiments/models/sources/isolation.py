@@ -307,8 +307,11 @@ def _hidden(module: nn.Module, ids: Tensor, *, causal: bool) -> Tensor:
 
 def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causal: bool) -> Tensor:
     """Return the logits (texts, C) of texts in one row with padding behind them, as training computes them."""
-    from tpu_experiments.models.families.classification import class_logits, texts_of
+    from tpu_experiments.models.families.classification import class_logits, last_scores, texts_of
 
+    if causal:
+        batch = packed_row(ids, lengths=lengths)
+        return last_scores(module, dict(module.named_parameters()), batch, num=len(lengths))[0, :, None]
     parts = [torch.cat([part, torch.zeros(1, dtype=torch.int64)]) for part in ids.split(lengths)]
     padding = torch.zeros(PADDING, dtype=torch.int64)
     segments = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts, start=1)] + [padding])
@@ -321,7 +324,7 @@ def _of_texts(module: nn.Module, ids: Tensor, *, lengths: tuple[int, ...], causa
     }
     texts = texts_of(rows)
     parameters = dict(module.named_parameters())
-    return class_logits(module, parameters, texts, causal=causal)[0, : len(parts)]
+    return class_logits(module, parameters, texts)[0, : len(parts)]
 
 
 def _by_features(module: nn.Module, ids: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class ModelAndBase:
         self.labels: dict[str, LabelPairs] = {}
         """Label and predicted label of every text, by source, of the last call of `sums`."""
         self.reference: dict[str, NDArray[np.float64]] = {}
-        """Values of the pairs' segments (D, 2) by the model whose state came first, by source."""
+        """Values of the rows' segments (N, S) by the model whose state came first, by source."""
         self.values = ReferencePass(self)
         self.ngrams = ngrams
         self.further: dict[str, dict[str, Sums]] = {}
@@ -166,12 +166,15 @@ class ModelAndBase:
 
     def _pair_sums(self, held_out: HeldOut, laid_out: HeldOutRows) -> Sums:
         """Return tokens, bytes (0) and the objective's own sums of every pair, (D, 2 + K)."""
-        values_NS = np.concatenate(list(self.values.run(laid_out.rows, global_rows=self.shape[0])))
-        values_D2, lengths_D2 = laid_out.per_pair(values_NS, held_out)
-        reference_D2 = self.reference.setdefault(held_out.name, values_D2)
-        own_DK = self.objective.document_sums(values_D2, reference_D2, lengths_D2)
-        tokens_D = lengths_D2.sum(1)
-        return np.concatenate([np.stack([tokens_D, np.zeros_like(tokens_D)], 1), own_DK], axis=1)
+        lengths_NS = laid_out.segment_lengths()
+        num_rows, num_segments = lengths_NS.shape
+        found = np.concatenate(list(self.values.run(laid_out.rows, global_rows=self.shape[0])))
+        values_NS = found[:num_rows, :num_segments].astype(np.float64)
+        reference_NS = self.reference.setdefault(held_out.name, values_NS)
+        own_NPK = self.objective.document_sums(values_NS, reference_NS, lengths_NS)
+        tokens_NP = lengths_NS.reshape(num_rows, -1, 2).sum(2)
+        sums_NPK = np.concatenate([np.stack([tokens_NP, np.zeros_like(tokens_NP)], 2), own_NPK], axis=2)
+        return laid_out.per_pair(sums_NPK, held_out)
 
     def mask_in_turn(self, held_out: HeldOut, *, num_documents: int) -> None:
         """Add the sums of pseudo-perplexity over the first documents to `further`; every process takes part."""

@@ -152,7 +152,7 @@ def _require_scored(folder: RunFolder) -> None:
     if target not in EVALUATED:
         raise ConfigError(
             f"{folder.path()}; its objective is {target}, and task=evaluate scores next, masked or replaced tokens, "
-            "labels and pairs of answers; the run's own held-out losses are in its metrics.jsonl and result.json."
+            "labels and preferred answers; the run's own held-out losses are in its metrics.jsonl and result.json."
         )
 
 

@@ -5,6 +5,7 @@ Prompts come from the command, a file or a terminal.
 
 import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
@@ -15,6 +16,7 @@ from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.runtime.base import UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
+from tpu_experiments.runtime.sharding import read_alone
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answer, Answers, Continuations
@@ -60,7 +62,7 @@ def _run(config: Config, task: GenerateTaskConfig) -> None:
         decoder = llama_cpp_of(config, reader, task=task)
         log.info("%s, %s, by llama.cpp", decoder.file, reader.kind)
     else:
-        runtime = make_runtime(config)
+        runtime = make_runtime(replace(config, sharding=read_alone(config.sharding)))
         num_rows = min(task.batch_rows, max(1, len(prompts)) * task.num_return_sequences)
         how: dict[str, Any] = {"task": task, "num_rows": num_rows, "seed": config.seed}
         made_of = denoiser_of if objective_class(origin.config).denoises else decoder_of

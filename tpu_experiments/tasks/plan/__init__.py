@@ -45,6 +45,11 @@ def run(config: Config) -> None:
             f"task.pack={settings.pack}; formulas know one adapter, and nothing is compiled here; install libtpu (the "
             "tpu extra) and leave task.method out, or use task.pack=1."
         )
+    if settings.decode.rows is not None and (method == "analytic" or config.hw.device == "cuda"):
+        raise ConfigError(
+            f"task.decode.rows={settings.decode.rows}; formulas know no decoder, and nothing is compiled here; plan a "
+            "TPU with libtpu installed (the tpu extra), or leave task.decode.rows out."
+        )
     if settings.orders > 1 and (method == "analytic" or config.hw.num_devices == 1):
         what = f"hw={config.hw.name} has one chip" if config.hw.num_devices == 1 else "nothing is compiled here"
         raise ConfigError(f"task.orders={settings.orders}; {what}; leave task.orders out.")

@@ -24,6 +24,7 @@ from tpu_experiments.planning.timing import calibration_of
 from tpu_experiments.planning.tuned import tuned_notes
 from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.processes.env import exported_flags
+from tpu_experiments.tasks.plan.decoding import Submitted, submit_decoding
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
 
@@ -43,11 +44,16 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
     folder = compiled_folder(settings, output_dir=configs[0].output_dir)
     traced: list[Traced | ConfigError] = []
     futures: dict[int, list[Future[Compiled]]] = {}
+    answers: dict[int, Submitted] = {}
     of_orders: dict[int, OfOrders] = {}
     with Compilers(settings.workers or usable_workers(), libtpu=settings.libtpu) as compilers:
         for number, config in enumerate(tqdm(configs, desc="tracing", leave=False, disable=None)):
             try:
                 run = trace_run(config, which=which)
+                if settings.decode.rows is not None and which == "all":
+                    answers[number] = submit_decoding(
+                        config, settings.decode, compilers=compilers, folder=folder, merge=run.merge
+                    )
             except ConfigError as error:
                 traced.append(error)
                 continue
@@ -59,12 +65,16 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
             }
         every = {future for group in futures.values() for future in group}
         every |= {future for orders in of_orders.values() for group in orders.values() for future in group}
+        every |= {future for submitted in answers.values() for future in submitted.futures}
         for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
             refusal = future.exception()
             if len(configs) == 1 and isinstance(refusal, ConfigError):
                 compilers.stop()  # the other compilations are not needed
                 return [refusal]
-    return [plan_or_error(run, futures.get(n, []), of_orders=of_orders.get(n, {})) for n, run in enumerate(traced)]
+    return [
+        plan_or_error(run, futures.get(n, []), of_orders=of_orders.get(n, {}), answers=answers.get(n))
+        for n, run in enumerate(traced)
+    ]
 
 
 def training_of(run: Traced) -> list[Lowered]:
@@ -79,7 +89,11 @@ def usable_workers() -> int:
 
 
 def plan_or_error(
-    run: Traced | ConfigError, futures: Sequence[Future[Compiled]], *, of_orders: OfOrders
+    run: Traced | ConfigError,
+    futures: Sequence[Future[Compiled]],
+    *,
+    of_orders: OfOrders,
+    answers: Submitted | None = None,
 ) -> Plan | ConfigError:
     """Return the plan of one traced run whose programs are compiled, or the error of one of them."""
     if isinstance(run, ConfigError):
@@ -88,9 +102,11 @@ def plan_or_error(
         programs = [read(run, program, future.result()) for program, future in zip(run.programs, futures, strict=True)]
         training = [program for program in programs if program.name == "train"]
         orders = tuple(compared(order, training, others) for order, others in of_orders.items())
+        kept = max(program.memory.arguments for program in training)
+        decoding = answers.planned(kept_gib=kept) if answers is not None else None
     except ConfigError as error:
         return error
-    return replace(plan_of_run(run, programs), orders=orders)
+    return replace(plan_of_run(run, programs), orders=orders, decoding=decoding)
 
 
 def compared(order: tuple[int, ...], usual: Sequence[Planned], others: Sequence[Future[Compiled]]) -> Order:

@@ -1,14 +1,144 @@
-"""Lower the two programs that generate text (models/passes/generation.py) on placeholders."""
+"""Plan the two programs that write answers (models/passes/generation.py): lower, compile, read what they cost."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.schema import Config
+from tpu_experiments.config.task_schema import ChoiceConfig, DecodeConfig
 from tpu_experiments.models.passes.generation import NEW, Bucket, Decoder
+from tpu_experiments.models.sources.frozen import build_frozen
+from tpu_experiments.objectives.base import writes_text
+from tpu_experiments.planning.compiled import ITEM_BYTES, Compiled, Compilers, elements_of_chip, planned
+from tpu_experiments.planning.decoding import Decoding
+from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 from tpu_experiments.runtime.lowered import Lowered
+from tpu_experiments.runtime.sharding import check_heads, read_alone
+from tpu_experiments.runtime.tracing import tracing_runtime
+from tpu_experiments.tasks.plan.formulas import shapes_source
+
+GROUPS = {"base weights": "weights", "batch": "cache", "activations and temporaries": "temporaries"}
+"""Classes of a program's memory, and what they are called where answers are written."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The two programs of some answers, lowered and handed to the compilers."""
+
+    config: Config
+    settings: DecodeConfig
+    rows: int
+    programs: tuple[Lowered, Lowered]
+    futures: tuple[Future[Compiled], ...]
+    merge: Lowered | None = None
+    """Program of a run that makes the copy of its weights, compiled last; None where the weights are there."""
+
+    def planned(self, *, kept_gib: float = 0.0) -> Decoding:
+        """Return the figures; waits for the compilers.
+
+        Args:
+            kept_gib: what else stays on a chip meanwhile: in a run, its weights and optimizer state.
+
+        Raises:
+            ConfigError: the compiler refused one for another reason than its HBM.
+        """
+        hw, settings = self.config.hw, self.settings
+        assert hw.chip is not None, "hardware without a datasheet is refused before"
+        compiled = [future.result() for future in self.futures]
+        lowered = (*self.programs, *((self.merge,) if self.merge is not None else ()))
+        read, write, *merge = (planned(p, c, hw=hw, trained=()) for p, c in zip(lowered, compiled, strict=True))
+        calls, per_call = calls_of(settings)
+        floor = bytes_of_chip(self.programs[1]) / (hw.chip.hbm_gb_per_second * 1e9)
+        # No cycles are estimated for weights that are fetched while others are multiplied.
+        token = max(floor, write.time.total_s / per_call) if write.time else None
+        total = max(read.memory.total, write.memory.total)
+        return Decoding(
+            rows=self.rows,
+            prompt_tokens=settings.prompt_tokens,
+            new_tokens=settings.max_new_tokens,
+            computed_tokens=calls * per_call,
+            prefill_seconds=read.time.total_s if read.time else None,
+            token_seconds=token,
+            floor_seconds=floor,
+            classes=grouped(write.memory),
+            total_gib=total,
+            beside_gib=total + kept_gib,
+            limit_gib=chip_limit_gib(hw),
+            num_devices=hw.num_devices,
+            compile_seconds=sum(each.seconds for each in compiled),
+            merge_seconds=sum(each.time.total_s for each in merge if each.time),
+        )
+
+
+def grouped(memory: ChipMemory) -> dict[str, float]:
+    """Return GiB per chip of weights, cache and temporaries while tokens are written."""
+    return {GROUPS.get(name, name): gib for name, gib in memory.classes.items()}
+
+
+def calls_of(settings: DecodeConfig) -> tuple[int, int]:
+    """Return the calls that an answer takes after its first token, and the tokens that one of them writes."""
+    per_call = max(1, min(settings.tokens_per_call, settings.max_new_tokens - 1))
+    return -(-(settings.max_new_tokens - 1) // per_call), per_call
+
+
+def bytes_of_chip(program: Lowered) -> int:
+    """Return the bytes of a program's arguments on one chip: weights, and the cache of its rows."""
+    return sum(elements_of_chip(each, mesh=program.mesh) * ITEM_BYTES[each.dtype] for each in program.arguments)
+
+
+def submit_decoding(
+    config: Config, settings: DecodeConfig, *, compilers: Compilers, folder: str, merge: Lowered | None = None
+) -> Submitted:
+    """Lower the programs that write answers with a config's model, adapters merged, and start to compile them.
+
+    Every chip has the whole model, or its share along `tensor`, and the cache of its own rows, whatever the table of
+    `sharding=` is for training.
+
+    Args:
+        settings: `rows` is not null.
+        folder: cache of compilations.
+        merge: the program that makes the copy of a run's weights, which is compiled too.
+
+    Raises:
+        ConfigError: the model writes no text, or prompt and answer are longer than it takes.
+    """
+    assert settings.rows is not None
+    if not writes_text(config):
+        raise ConfigError(
+            f"task.decode.rows={settings.rows} with objective={config.objective.name}; such a model writes no text "
+            "token by token; leave it out."
+        )
+    runtime = tracing_runtime(config.hw, sharding=read_alone(config.sharding))
+    source = shapes_source(config)
+    check_heads(runtime.mesh, source.config)
+    calls, per_call = calls_of(settings)
+    limit, slots = getattr(source.config, "max_position_embeddings", None), settings.prompt_tokens + calls * per_call
+    if limit is not None and slots > limit:
+        raise ConfigError(
+            f"task.decode.prompt_tokens={settings.prompt_tokens} with task.decode.max_new_tokens="
+            f"{settings.max_new_tokens}; together they take {slots} tokens, and model={config.model.name} takes "
+            f"{limit} (max_position_embeddings); use shorter ones."
+        )
+    module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=runtime.place)
+    decoder = Decoder(
+        module,
+        runtime=runtime,
+        choice=ChoiceConfig(do_sample=True, top_k=settings.top_k),
+        num_rows=settings.rows,
+        max_new_tokens=settings.max_new_tokens,
+        tokens_per_call=settings.tokens_per_call,
+        seed=0,
+    )
+    programs = lowered_decoding(decoder, length=settings.prompt_tokens, with_shape=1)
+    every = (*programs, *((merge,) if merge is not None else ()))
+    futures = tuple(compilers.submit(program, hw=config.hw, folder=folder) for program in every)
+    return Submitted(config, settings, decoder.num_rows, programs, futures, merge)
 
 
 def lowered_decoding(decoder: Decoder, *, length: int, with_shape: int = 0) -> tuple[Lowered, Lowered]:

@@ -16,13 +16,14 @@ from tpu_experiments.metrics.goodput import Stopwatch
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import NOISE
-from tpu_experiments.objectives.base import row_arrays, samples
+from tpu_experiments.objectives.base import row_arrays, samples, writes_text
 from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.runtime.tracing import tracing_runtime
 from tpu_experiments.tasks.plan.formulas import shapes_source
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.evaluation import WORDS, evaluating
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.pack import Pack, part_of
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rl import trainer_class
@@ -45,6 +46,8 @@ class Traced:
     """Batch shape (A, R, T) of each stage, by name."""
     programs: list[Lowered]
     """One training program per shape, then evaluation, reference, sample and questions."""
+    merge: Lowered | None = None
+    """The program that makes a copy of the weights for answers (task.decode.rows)."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -72,7 +75,9 @@ def trace_run(config: Config, *, which: str) -> Traced:
     if which == "all" and config.questions:
         programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, name="ask"))
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
-    return Traced(config, stages, arch, trained, shapes, programs)
+    writes = which == "all" and isinstance(config.task, PlanTaskConfig) and config.task.decode.rows is not None
+    merge = lowered_merge(trainer) if writes and writes_text(config) else None
+    return Traced(config, stages, arch, trained, shapes, programs, merge)
 
 
 def planned_trainer(config: Config, runtime: Any) -> Any:
@@ -193,6 +198,19 @@ def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(
             sampler.next_token, name=name, batch=batch, rows_dim=-1, as_run=sampler.program
+        )
+    return lowered
+
+
+def lowered_merge(trainer: Any) -> Lowered:
+    """Lower the program that makes a copy of the current weights to write answers with."""
+    copy = MergedCopy(
+        trainer.model, lora=trainer.config.lora, runtime=trainer.runtime, parameters=trainer.evaluated_parameters
+    )
+    unread = {"none": torch.empty(1, device="meta")}
+    with torch.no_grad():
+        lowered: Lowered = trainer.runtime.lower(
+            copy.merged, name="merge", batch=unread, rows_dim=-1, as_run=copy.program
         )
     return lowered
 
