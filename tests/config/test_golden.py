@@ -30,6 +30,8 @@ RECIPES = {
 }
 MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
+OF_REWARDS = {"regex": ["regex.arguments.pattern=a+"], "length": ["length.arguments.most=9"]}
+"""What rewards need beside their name."""
 HW = ("v5e8", "v6e8", "colab", "cpu")
 
 
@@ -107,6 +109,14 @@ def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> N
         selected += ["objective=dpo"]
     if group == "objective" and OBJECTIVES[choice].reads_pairs:
         selected += ["data=stories_pairs_ro"]
+    if group == "objective" and OBJECTIVES[choice].samples_rollouts:
+        selected += ["data=gsm8k", "reward=number"]
+    if group == "reward":
+        selected += [
+            "data=gsm8k",
+            "objective=grpo",
+            *(f"rollout.rewards.{each}" for each in OF_REWARDS.get(choice, ())),
+        ]
     config = composed(*selected)
     part = getattr(config, group, None)
     if isinstance(part, dict):

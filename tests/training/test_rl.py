@@ -149,9 +149,9 @@ def test_what_a_checkpoint_names_must_be_there(whole, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.xla
 def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_path) -> None:
-    """The decoder's slices of the stacks have the log-probabilities of the folded model."""
+    """The copy that answers are written with has the log-probabilities of the folded model."""
     result = finished(*COMMON, output_dir=tmp_path, as_typed=True)
-    assert result["num_compiles"] == result["expected_programs"] == 5
+    assert result["num_compiles"] == result["expected_programs"] == 6
     assert result["compiles_after_warmup"] == 0
     store = RolloutStore(str(tmp_path / "own" / "rollouts"))
     found = store.read(4)

@@ -547,7 +547,7 @@ class SharedSampler:
         config, inputs, folder = trainer.config, trainer.inputs, trainer.outputs.folder
         self.runtime, rollout = trainer.runtime, config.rollout
         self.is_alone = self.runtime.world_size == 1 and self.runtime.hosts.size == 1
-        self.path = folder.path("rollouts", "answers.safetensors")
+        self.shared = folder.path("answers")
         self.own: OutsideSampler | None = None
         if are_sharded_over_hosts(trainer.parameters, self.runtime):
             raise ConfigError(
@@ -592,13 +592,16 @@ class SharedSampler:
         if self.is_alone:
             assert found is not None
             return found
+        path = paths.join(self.shared, "answers.safetensors")
         if found is not None:
-            paths.make_dirs(paths.folder_of(self.path))
+            paths.make_dirs(self.shared)
             tensors = {name: torch.from_numpy(values) for name, values in vars(found).items()}
-            paths.write_chunks_atomic(self.path, chunks_of(tensors))
+            paths.write_chunks_atomic(path, chunks_of(tensors))
         self.runtime.barrier("answered")
-        read = tensors_in(bytearray(paths.read_bytes(self.path)))
+        read = tensors_in(bytearray(paths.read_bytes(path)))
         self.runtime.barrier("answers read")
+        if found is not None:
+            paths.remove_tree(self.shared)
         return Completions(**{name: tensor.numpy() for name, tensor in read.items()})
 
     def close(self) -> None:
