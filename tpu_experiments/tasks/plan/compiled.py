@@ -28,7 +28,13 @@ from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.tasks.plan.decoding import Submitted, submit_decoding
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
-from tpu_experiments.tasks.plan.rollouts import answers_of, notes_of, planned_iteration
+from tpu_experiments.tasks.plan.rollouts import (
+    answers_of,
+    notes_of,
+    planned_iteration,
+    short_of_answers,
+    writes_rollouts,
+)
 
 GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin
 OfOrders = dict[tuple[int, ...], list[Future[Compiled]]]
@@ -106,10 +112,12 @@ def plan_or_error(
         training = [program for program in programs if program.name == "train"]
         orders = tuple(compared(order, training, others) for order, others in of_orders.items())
         kept = max(program.memory.arguments for program in training)
-        decoding = answers.planned(kept_gib=kept) if answers is not None else None
+        found = plan_of_run(run, programs, decoding=answers.planned(kept_gib=kept) if answers is not None else None)
+        if answers is not None and writes_rollouts(run.config):
+            found = replace(found, programs=(*found.programs, *answers.programs_of_run(kept_gib=kept)))
     except ConfigError as error:
         return error
-    return replace(plan_of_run(run, programs, decoding=decoding), orders=orders)
+    return replace(found, orders=orders)
 
 
 def compared(order: tuple[int, ...], usual: Sequence[Planned], others: Sequence[Future[Compiled]]) -> Order:
@@ -159,9 +167,8 @@ def plan_of_run(run: Traced, programs: Sequence[Planned], *, decoding: Decoding 
         notes=(*compiler_notes(run, train), *dict.fromkeys(note for program in programs for note in program.notes)),
         decoding=decoding,
     )
-    return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(
-        plan, run=run, programs=programs
-    )
+    short = plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or short_of_answers(plan, run.config)
+    return short or with_length(plan, run=run, programs=programs)
 
 
 def compiler_notes(run: Traced, program: Planned) -> list[str]:

@@ -1,5 +1,6 @@
 """Plan the iterations of a run on its own answers: which programs they take, and their seconds."""
 
+from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.curriculum import Stage, resolve_stages
@@ -7,6 +8,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DecodeConfig, PlanTaskConfig
 from tpu_experiments.planning.decoding import Decoding
 from tpu_experiments.planning.iteration import Iteration, iteration_of
+from tpu_experiments.planning.plan import Plan, Shortage
 from tpu_experiments.training.batches import RunInputs, prompt_bucket, scores_rollouts, tokens_per_call
 
 
@@ -65,6 +67,17 @@ def planned_iteration(
         score_seconds=times * batches * (score_batch_seconds or 0.0),
         step_seconds=step_seconds,
     )
+
+
+def short_of_answers(plan: Plan, config: Config) -> Plan | None:
+    """Return the plan of a run whose rollouts do not fit beside its training, with the reason; None if they fit."""
+    found = plan.decoding
+    if found is None or found.fits or not writes_rollouts(config):
+        return None
+    message = f"{found.rows:,} answers at once do not fit beside what training keeps on a chip"
+    remedies = (f"rollout.prompts={max(1, config.rollout.prompts // 2)}", "rollout=vllm (a server writes the answers)")
+    shortage = Shortage(message, used_gib=found.beside_gib, limit_gib=found.limit_gib, remedies=remedies)
+    return replace(plan, fits=False, shortage=shortage)
 
 
 def notes_of(config: Config) -> list[str]:
