@@ -202,6 +202,13 @@ DEFECTS = (
         "tests/training/test_pack.py",
     ),
     Defect(
+        "the canaries' rows have a reference of 0",
+        "tpu_experiments/training/canary.py",
+        "reads_reference() and trainer.runtime.share[1] == 1",
+        "reads_reference() and False",
+        "tests/training/test_preference_canary.py",
+    ),
+    Defect(
         "a pack evaluates the first adapter for all",
         "tpu_experiments/models/adapters/packed.py",
         "self._number.long()",
