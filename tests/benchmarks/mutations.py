@@ -581,8 +581,8 @@ DEFECTS = (
     Defect(
         "preferences: an answer has the reference of the next one",
         "tpu_experiments/training/reference.py",
-        "segment_L = rows.segments_NT[row_L, column_L] - 1",
-        "segment_L = rows.segments_NT[row_L, column_L] % values_MS.shape[1]",
+        "segment_L = segments_MT[row_L, column_L] - 1",
+        "segment_L = segments_MT[row_L, column_L] % values_MS.shape[1]",
         "tests/training/test_reference.py",
     ),
     Defect(
