@@ -202,6 +202,13 @@ DEFECTS = (
         "tests/training/test_pack.py",
     ),
     Defect(
+        "the canaries' rows have a reference of 0",
+        "tpu_experiments/training/canary.py",
+        "reads_reference() and trainer.runtime.share[1] == 1",
+        "reads_reference() and False",
+        "tests/training/test_preference_canary.py",
+    ),
+    Defect(
         "a pack evaluates the first adapter for all",
         "tpu_experiments/models/adapters/packed.py",
         "self._number.long()",
@@ -595,8 +602,8 @@ DEFECTS = (
     Defect(
         "preferences: an answer has the reference of the next one",
         "tpu_experiments/training/reference.py",
-        "segment_L = rows.segments_NT[row_L, column_L] - 1",
-        "segment_L = rows.segments_NT[row_L, column_L] % values_MS.shape[1]",
+        "segment_L = segments_MT[row_L, column_L] - 1",
+        "segment_L = segments_MT[row_L, column_L] % values_MS.shape[1]",
         "tests/training/test_reference.py",
     ),
     Defect(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.objectives.preference_pairs import labelled, made_pairs, packed, with_reference
-from tests.objectives.test_preference import batch_of, make_run, moved  # noqa: F401
+from tests.objectives.test_preference import TINY, batch_of, make_run, moved, stepped_together  # noqa: F401
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.objectives.kto import Kto, mismatched
 from tpu_experiments.objectives.preference import by_segment
@@ -171,3 +171,22 @@ def test_the_area_under_the_curve_counts_how_often_a_good_answer_has_the_higher_
     values[0, 2] = values[0, 3]
     sums = Kto(beta=0.1).document_sums(values, np.zeros_like(values), np.ones((1, 6)))
     assert Kto().measures(sums.sum((0, 1)))["rewards/auc"] == pytest.approx((3 + 1.5 + 1) / 9)
+
+
+def test_points_of_a_pack_step_as_alone(make_run, make_config):  # noqa: F811
+    """Each has answers, mismatched ones and parameters of its own."""
+    runs, batches, expected = [], [], []
+    for number in range(2):
+        objective = objective_of()
+        run = make_run(objective)
+        rows = rows_of(run, objective, labelled(made_pairs(number, count=16, vocab=VOCAB)))
+        moved(run, by=0.01 * (number + 1))
+        batches.append(batch_of(rows, accumulation=2))
+        runs.append(run)
+        expected.append(run.step(run.parameters, run.state, batches[-1]))
+    found = stepped_together(make_config("model=qwen05b", *TINY), runs, batches)
+    assert abs(expected[0][2].loss - expected[1][2].loss) > 1e-4
+    for (parameters, _, output), (alone, _, own) in zip(found, expected, strict=True):
+        torch.testing.assert_close(output.row_losses_AR, own.row_losses_AR, atol=1e-6, rtol=1e-5)
+        for name, value in alone.items():
+            torch.testing.assert_close(parameters[name], value, atol=2e-5, rtol=0)

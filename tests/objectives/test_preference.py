@@ -175,6 +175,15 @@ def test_a_step_reports_the_measures_of_its_rows_and_is_otherwise_the_same(make_
     assert measures == pytest.approx(expected.measures, rel=1e-5, abs=1e-6)
 
 
+def stepped_together(config, runs, batches):
+    """What one program of two runs returns for each."""
+    common = replace(config.lora, alpha=float(config.lora.r))
+    module = build_model(model_source(config), lora=common, seed=0, place=on_host, is_packed=True).module.train()
+    given = {"scales": torch.full((2,), scale_of(config.lora)), "thresholds": torch.zeros(2, dtype=torch.int32)}
+    step = PackedStep(module, [run.step for run in runs])
+    return step([run.parameters for run in runs], [run.state for run in runs], batches, **given)
+
+
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
 def test_points_of_a_pack_report_the_measures_of_their_own_rows(make_run, make_config, sft_weight):
     """Each has a beta, pairs and parameters of its own."""
@@ -190,12 +199,7 @@ def test_points_of_a_pack_report_the_measures_of_their_own_rows(make_run, make_c
         batches.append(batch | {"lr": torch.tensor([1e-2])})
         runs.append(run)
         expected.append((objective, *run.step(run.parameters, run.state, batches[-1])))
-    config = make_config("model=qwen05b", *TINY)
-    common = replace(config.lora, alpha=float(config.lora.r))
-    module = build_model(model_source(config), lora=common, seed=0, place=on_host, is_packed=True).module.train()
-    given = {"scales": torch.full((2,), scale_of(config.lora)), "thresholds": torch.zeros(2, dtype=torch.int32)}
-    step = PackedStep(module, [run.step for run in runs])
-    found = step([run.parameters for run in runs], [run.state for run in runs], batches, **given)
+    found = stepped_together(make_config("model=qwen05b", *TINY), runs, batches)
     for (parameters, _, output), (objective, alone, _, own) in zip(found, expected, strict=True):
         measures = objective.measures(output.reported.tolist())
         assert measures == pytest.approx(objective.measures(own.reported.tolist()), rel=1e-5, abs=1e-6)

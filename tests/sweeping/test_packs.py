@@ -69,6 +69,13 @@ def test_points_differ_in_the_numbers_of_their_loss_and_not_in_its_kind() -> Non
     )
 
 
+def test_points_of_kto_share_a_program_where_its_numbers_are_equal() -> None:
+    words = ("optim.lr=1e-4", "lora.r=4", "objective.beta=0.5")
+    packs = packs_of(points(*words, common=("objective=kto", "data=stories_pairs_ro", "curriculum=single")), largest=8)
+    assert names(packs) == [list(words[:2]), [words[2]]]
+    assert list(packs_text(packs))[-1] == "sweeping.pack: points of different packs differ in objective.beta"
+
+
 def test_a_seed_that_draws_the_base_separates() -> None:
     """With random weights another seed is another base."""
     assert len(packs_of(points("seed=1", "seed=2", common=("model=qwen05b", "model.size=tiny")), largest=8)) == 2

@@ -32,7 +32,8 @@ from tpu_experiments.checkpoint.state import to_host
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import PADDING_LABEL, Batch
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
-from tpu_experiments.training.canary import HostModel, perturbed, skip_reason, write_parameters
+from tpu_experiments.training.canary import HostModel, is_referred, perturbed, skip_reason, write_parameters
+from tpu_experiments.training.reference import referred
 
 if TYPE_CHECKING:  # the trainer calls this module
     from tpu_experiments.training.trainer import Trainer
@@ -127,6 +128,8 @@ def check_losses(trainer: "Trainer", model: HostModel) -> dict[str, Any] | None:
         log.info("check of the device's losses against the host's: skipped (%s)", reason)
         return None
     rows = probe_rows(trainer)
+    if is_referred(trainer):
+        rows = rows_with_reference(model, rows)
     found, tokens = losses_on_device(trainer, rows)
     findings, fault = None, ""
     if trainer.runtime.rank == 0:
@@ -268,6 +271,13 @@ def losses_on_host(model: HostModel, rows: Sequence[Batch]) -> tuple[list[float]
             with rounded_values(host.model.module, bits=_bits(host.config) - fewer):
                 rounded.append(_losses(host, rows)[0])
     return exact, tokens, rounded
+
+
+def rows_with_reference(model: HostModel, rows: Sequence[Batch]) -> list[Batch]:
+    """Return the rows with the reference of the host's model."""
+    with without_attention_kernel():
+        host = model.trainer
+        return [referred(row, host, parameters=_telling(host, host.parameters)) for row in rows]
 
 
 def _losses(trainer: "Trainer", rows: Sequence[Batch]) -> tuple[list[float], list[float]]:

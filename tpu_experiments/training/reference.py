@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.config.identity import flatten
-from tpu_experiments.data.batches import fixed_batches
+from tpu_experiments.data.batches import Batch, fixed_batches
 from tpu_experiments.data.rows import Rows, RowSource
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import REFERENCE, Objective
@@ -74,16 +74,31 @@ class ReferencedRows:
         rows = self.rows.take(index_M)
         reference_MT = np.zeros(rows.ids_NT.shape, np.float32)
         if self.values_NS is not None:
-            values_MS = self.values_NS[index_M]
-            row_L, column_L = np.nonzero(rows.learn_NT)
-            place_L = row_L * (rows.seq_len + 1) + rows.segments_NT[row_L, column_L]
-            is_last_L = np.append(place_L[1:] != place_L[:-1], True)[: len(place_L)]
-            is_first_L = np.append(True, place_L[1:] != place_L[:-1])[: len(place_L)]
-            segment_L = rows.segments_NT[row_L, column_L] - 1
-            for number, (is_here_L, before) in enumerate(((is_last_L, 0), (is_first_L, 1))[: values_MS.ndim - 1]):
-                at = (row_L[is_here_L], segment_L[is_here_L], number)[: values_MS.ndim]
-                reference_MT[row_L[is_here_L], column_L[is_here_L] - before] = values_MS[at]
+            reference_MT = _placed(rows.learn_NT, rows.segments_NT, self.values_NS[index_M])
         return Rows(**{**vars(rows), "more": {**rows.more, REFERENCE.name: reference_MT}})
+
+
+def _placed(learn_MT: NDArray[np.int32 | np.bool_], segments_MT: NDArray[np.int32], values_MS: Values) -> Values:
+    """Return values (M, S) or (M, S, 2) of segments in their tokens' places, as `ReferencedRows.take` does, (M, T)."""
+    reference_MT = np.zeros(learn_MT.shape, np.float32)
+    row_L, column_L = np.nonzero(learn_MT)
+    place_L = row_L * (learn_MT.shape[1] + 1) + segments_MT[row_L, column_L]
+    is_last_L = np.append(place_L[1:] != place_L[:-1], True)[: len(place_L)]
+    is_first_L = np.append(True, place_L[1:] != place_L[:-1])[: len(place_L)]
+    segment_L = segments_MT[row_L, column_L] - 1
+    for number, (is_here_L, before) in enumerate(((is_last_L, 0), (is_first_L, 1))[: values_MS.ndim - 1]):
+        at = (row_L[is_here_L], segment_L[is_here_L], number)[: values_MS.ndim]
+        reference_MT[row_L[is_here_L], column_L[is_here_L] - before] = values_MS[at]
+    return reference_MT
+
+
+def referred(rows: Batch, host: "Trainer", *, parameters: Mapping[str, Tensor]) -> Batch:
+    """Return rows with the values that a model on the host gives them, without dropout."""
+    module = host.model.module
+    with evaluating(module):
+        values_GS = host.objective.reference_values(module, dict(parameters), host_tensors(rows)).numpy()
+    reference_GT = _placed(rows.learn_GT, rows.segments_GT, values_GS)
+    return Batch.of(rows.arrays | {REFERENCE.name: reference_GT}, labels=rows.labels, noise_G=rows.noise_G)
 
 
 class Compared(Protocol):

@@ -20,7 +20,6 @@ class KtoConfig(ObjectiveConfig):
     )
     lr_factor: ClassVar[float] = 1 / 40
     """Those of pairs: the paper's 5e-7 of all weights."""
-    why_alone: ClassVar[str | None] = "objective=kto computes its reference before the first step"
     beta: float = number(default=0.1, above=0)
     """How strongly the model is held to its reference."""
     desirable_weight: float = number(default=1.0, above=0)
