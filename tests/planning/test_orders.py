@@ -84,6 +84,13 @@ def test_names_numbers_and_estimates_are_no_difference() -> None:
     assert differences(PROGRAM_TEXT, other) == ((), 0)
 
 
+def test_values_that_are_copied_are_no_difference() -> None:
+    """As the compiler does around a gather that takes another way: 16 copies and tuples of a step of 0.5B."""
+    other = PROGRAM_TEXT.replace("%m = f32[8] multiply(%b, %b)", "%c = f32[8] copy(%b)\n  %m = f32[8] multiply(%c, %c)")
+    assert other != PROGRAM_TEXT
+    assert differences(PROGRAM_TEXT, other) == ((), 0)
+
+
 def test_orders_are_distinct_and_the_same_each_time() -> None:
     found = orders_of(8, count=20)
     assert found == orders_of(8, count=20)

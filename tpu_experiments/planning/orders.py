@@ -17,6 +17,12 @@ from tpu_experiments.planning.hlo.text import Instruction, Module, read_module
 
 COMBINING = ("all-reduce", "reduce-scatter")
 """Collectives whose results depend on the order in which they combine values."""
+CARRYING = frozenset(
+    {"parameter", "tuple", "get-tuple-element", "while", "call", "conditional", "bitcast", "optimization-barrier"}
+    | {"copy", "copy-start", "copy-done"}
+)
+"""Instructions that hand values on as they are; of loops and calls, those inside count. What a loop carries, and what
+is copied ahead of its use, differs where a gather takes another way."""
 SEED = 4903
 GROUPS = r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 """Groups of chips, listed or as numbers in a grid: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`."""
@@ -51,7 +57,7 @@ class Order:
     devices: tuple[int, ...]
     changed: tuple[Changed, ...]
     other_instructions: int = 0
-    """Instructions beside collectives of which there are more or fewer."""
+    """Instructions beside collectives, and beside those that carry values, of which there are more or fewer."""
 
     @property
     def differs(self) -> bool:
@@ -123,6 +129,8 @@ def _collectives(module: Module) -> _Collectives:
     for computation in module.computations.values():
         for instruction in computation.instructions:
             kind = instruction.opcode.removesuffix("-start")
+            if kind in CARRYING or instruction.opcode in CARRYING:
+                continue
             if kind not in KINDS:
                 rest[f"{instruction.opcode} {_shapes(instruction)}"] += 1
                 continue
