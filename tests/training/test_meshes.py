@@ -58,6 +58,7 @@ CASES = {
         *("model=qwen05b", LORA, "objective=dpo", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
         "trainer.loss_chunk_tokens=16",
     ),
+    "qwen, single answers": ("model=qwen05b", "objective=kto", "data=stories_pairs_ro", "curriculum=single"),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),
     "xlstm, fsdp 2 x tensor 2, all weights": ("model=xlstm_small", ALL, TENSOR),
