@@ -42,6 +42,8 @@ def main(*words: str) -> None:
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     if config.objective.reads_reference():  # a row's two documents are a pair
         batches = [{**batch, REFERENCE.name: torch.zeros(batch["ids"].shape)} for batch in batches]
+    if config.objective.reads_single:
+        batches = [of_single_answers(batch) for batch in batches]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime, updates=configured(config), **learnt(config, runtime))
     if is_beside and not padded.padded_adapters(run.model.module):
@@ -60,6 +62,13 @@ def main(*words: str) -> None:
             }
         )
     )
+
+
+def of_single_answers(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Two good answers a row, each met by the other's prompt, which the reference holds for less likely."""
+    reference = torch.where(batch["learn"] > 0, -8.3, -18.0)  # -8.4 is that of any token
+    segments = torch.where(batch["segments"] == 2, 3, batch["segments"])
+    return {**batch, "segments": segments, REFERENCE.name: reference}
 
 
 def learnt(config: Config, runtime: Any) -> dict[str, Any]:

@@ -61,6 +61,7 @@ CASES = {
     "qwen, fsdp 4, scores": (
         *("model=qwen05b", LORA, "objective=reward", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
     ),
+    "qwen, single answers": ("model=qwen05b", "objective=kto", "data=stories_pairs_ro", "curriculum=single"),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),
     "xlstm, fsdp 2 x tensor 2, all weights": ("model=xlstm_small", ALL, TENSOR),
