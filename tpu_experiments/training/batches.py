@@ -266,7 +266,7 @@ class StepInfo:
     is_last: bool
     """Whether the stage ends with it."""
     examples: tuple[int, int] | None = None
-    """Learnt tokens of the global batch and its `objective.examples`; None where tokens alone are counted."""
+    """Learnt tokens of the global batch and what its objective counts too; None where it counts tokens alone."""
 
 
 def _examples(batch: Batch, config: Config) -> tuple[int, int] | None:
