@@ -565,6 +565,27 @@ DEFECTS = (
         "tests/objectives/test_preference.py",
     ),
     Defect(
+        "scores: the rejected answer is preferred",
+        "tpu_experiments/objectives/reward.py",
+        "-F.logsigmoid(chosen_RP - rejected_RP)",
+        "-F.logsigmoid(rejected_RP - chosen_RP)",
+        "tests/objectives/test_reward.py",
+    ),
+    Defect(
+        "scores: the token before the last is scored",
+        "tpu_experiments/models/families/classification.py",
+        "last_RS1 = torch.where(own_RST, index_T, -1).amax(-1, keepdim=True)",
+        "last_RS1 = torch.where(own_RST, index_T, -1).amax(-1, keepdim=True) - 1",
+        "tests/objectives/test_reward.py",
+    ),
+    Defect(
+        "scores: a token that pads is scored",
+        "tpu_experiments/models/families/classification.py",
+        "(segments_RT[:, None] == number_S1) & is_text_RT[:, None]",
+        "segments_RT[:, None] == number_S1",
+        "tests/objectives/test_reward.py",
+    ),
+    Defect(
         "preferences: a gradient of one for every token",
         "tpu_experiments/models/passes/token_losses.py",
         "(unit_BTH.float() * grad_BT[..., None])",
@@ -577,6 +598,13 @@ DEFECTS = (
         "segment_L = rows.segments_NT[row_L, column_L] - 1",
         "segment_L = rows.segments_NT[row_L, column_L] % values_MS.shape[1]",
         "tests/training/test_reference.py",
+    ),
+    Defect(
+        "preferences: the reference is not computed, and is 0",
+        "tpu_experiments/training/reference.py",
+        "return np.ascontiguousarray(whole[:, :",
+        "return np.zeros_like(whole[:, :",
+        "tests/training/test_stored_reference.py",
     ),
     Defect(
         "preferences: the stored reference of another base is taken",

@@ -88,6 +88,22 @@ def test_refused_with_other_settings(rl, words, sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["lora=none"], "rollout.sampler=openai with lora=none; it trains whole weights, of which a server loads none"),
+        (["lora.dora=true"], "rollout.sampler=openai with lora.dora=true; vLLM loads no lengths of weights"),
+        (["model.linear=lr_qat"], "rollout.sampler=openai with model.linear=lr_qat; its adapters are rounded with the"),
+    ],
+)
+def test_what_a_server_cannot_load_is_refused(rl, words, sentence):
+    server = {"sampler": "openai", "url": "http://localhost:8000"}
+    check(rl("lora=all_linear_r8", **server))
+    with pytest.raises(ConfigError) as error:
+        check(rl("lora=all_linear_r8", *words, **server))
+    assert sentence in str(error.value)
+
+
 def test_a_reward_without_answers_is_refused_and_of_a_runs_task_is_not(rl):
     with pytest.raises(ConfigError, match=r"rollout\.rewards has right with objective=next_token"):
         check(rl(is_sampled=False))

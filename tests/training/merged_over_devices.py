@@ -14,7 +14,7 @@ BUCKET = 32
 
 
 def written(config: Any, runtime: Any) -> dict[str, Any]:
-    """Text by three sets of trained parameters, each after a refresh, and what was compiled."""
+    """Text by three sets of trained parameters in turn, each after a refresh, and what was compiled."""
     import torch
 
     from tests.models.generation import small
@@ -39,7 +39,7 @@ def written(config: Any, runtime: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"names": sorted(model.trainable), "ids": [], "log_probs": []}
     prompts = small.prompts_of(*range(4, 4 + SETTINGS["num_rows"]))
     drawn: dict[str, torch.Tensor] = {}
-    for strength in (0.0, 1.0, 2.0):
+    for strength in (0.0, 1.0, 2.0) * 3:  # the later calls replay graphs, with weights of other buffers
         for name, tensor in small.changed_weights(source).items():
             drawn[name] = tensor * strength
         for name in model.trainable:
@@ -48,6 +48,7 @@ def written(config: Any, runtime: Any) -> dict[str, Any]:
         whole = decoder.complete(prompts, draws=range(len(prompts)), bucket=BUCKET, sampling=Sampling(1.1))
         found["ids"].append(whole.ids_BN.tolist())
         found["log_probs"].append(whole.log_probs_BN.tolist())
+    found["traced"] = getattr(decoder.buckets[BUCKET].decode_program, "num_traced", None)
     found["shapes"] = {name: list(t.shape) for name, t in copy.tensors.items()}
     found["compiles"] = runtime.counters().num_compiles
     if runtime.device.type == "xla":
@@ -68,7 +69,7 @@ def main(overrides: list[str]) -> None:
     config = composed(
         *small.overrides("qwen05b", "xla"), f"hw.num_devices={NUM_DEVICES}", "hw.parallel=spmd", *overrides
     )
-    runtime = XlaRuntime(config.hw, sharding=config.sharding, on_recompile="error")
+    runtime = XlaRuntime(config.hw, sharding=config.sharding, on_recompile="error", trace_every=4)
     print(json.dumps(written(config, runtime)))
 
 

@@ -73,6 +73,7 @@ def test_four_devices_have_the_copy_whole_and_write_what_one_does(make_config, s
     assert not any(":" in name for name in found["shapes"])
     assert found["specs"] == ["{replicated}"]
     assert found["compiles"] == 3, "merge, read, write, for three sets of weights"
+    assert found["traced"] < 2 * len(found["ids"]), "two calls write an answer, and some replay a trace"
     assert found["released"]
     config = make_config(*small.overrides("qwen05b", "eager"))
     own = written(config, make_runtime(config))

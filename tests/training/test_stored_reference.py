@@ -1,15 +1,29 @@
 """Files of stored references: which are taken, which are computed again, and what their names tell."""
 
 import hashlib
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.config.composing import composed
+from tests.objectives.preference_pairs import made_pairs, packed
+from tests.training.tiny import Run
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.data.rows import Rows
-from tpu_experiments.training.reference import _encoded, _file_name, _recorded, _shared
+from tpu_experiments.objectives.base import Computing
+from tpu_experiments.objectives.preference import Preference
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.training.reference import (
+    ReferencedRows,
+    _encoded,
+    _file_name,
+    _recorded,
+    _shared,
+    add_reference,
+)
 
 
 class Computed:
@@ -99,3 +113,31 @@ def test_the_name_of_a_reference_tells_what_it_depends_on():
         *(name_of(split="evaluation"), name_of(rows=6), name_of(batch=4), name_of("lora=none")),
     ]
     assert len({name_of(), *others}) == 1 + len(others)
+
+
+def test_rows_carry_what_the_model_says_of_them_before_the_first_step(tmp_path):
+    """Five rows in batches of two, the last one padded: every pair's loss begins at ln 2, also once it is stored."""
+    tiny = ("model=qwen05b", "model.size=tiny", "model.dtype=float32", "hw.runtime=eager")
+    config = composed(*tiny, "objective=dpo", "data=stories_pairs_ro", "curriculum=single")
+    objective = Preference(computing=Computing(chunk_tokens=32))
+    run = Run(config, EagerRuntime(config.hw), row_loss=objective.row_loss, count=objective.count)
+    made = packed(made_pairs(0, count=9, vocab=4000), per_row=2, seq_len=96)
+    tokens = {name: made[name].numpy() for name in ("ids", "learn", "positions", "segments")}
+    rows = Rows(tokens["ids"], tokens["learn"] > 0, tokens["positions"], tokens["segments"])
+    key = ("x", "train", 96)
+    for _ in ("computed", "stored"):
+        trainer = SimpleNamespace(
+            **{"config": config, "runtime": run.runtime, "model": run.model, "objective": objective},
+            **{"parameters": run.parameters, "evaluated_parameters": run.parameters, "leave_if_requested": bool},
+            **{"progress": SimpleNamespace(step=0, reference={}), "seat": SimpleNamespace(program=None)},
+            inputs=SimpleNamespace(start=None, audit_hashes={"x@96": "d"}, reference={}),
+        )
+        add_reference(trainer, {key: (rows, 2)}, folder=str(tmp_path))
+        carried = ReferencedRows(rows, trainer.inputs.reference[key]).take(slice(0, 5)).more["reference"]
+        with torch.no_grad():
+            found = objective.row_loss(
+                run.model.module, run.parameters, made | {"reference": torch.from_numpy(carried)}
+            )
+        assert found[1].tolist() == [2, 2, 2, 2, 1]
+        assert (found[0] / found[1]).tolist() == pytest.approx([math.log(2)] * 5, abs=1e-5)
+        assert carried.min() < -5

@@ -82,6 +82,9 @@ class PlanTaskConfig(TaskConfig):
     libtpu: str | None = place("local", default=None)
     """Folder of another virtual environment, whose libtpu compiles the programs that are lowered in this one, for
     example .venv-torchtpu; null is this environment's. Estimates of two versions of libtpu are not comparable."""
+    reward_seconds: float = number(default=0.0, at_least=0)
+    """Seconds of an iteration in which its answers are rewarded, where the model writes its own rows: the records of a
+    run have them as perf/reward_seconds."""
     orders: int = number(default=1, at_least=1)
     """Orders of the slice's chips for which the training step is compiled. Above 1, the plan names the collectives that
     the compiler makes otherwise in another order than the usual one: sums are then rounded otherwise there. Each takes

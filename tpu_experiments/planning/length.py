@@ -32,6 +32,10 @@ class OutsideSteps:
     """Seconds to compile all programs on this machine."""
     reference_batch_seconds: float | None = None
     """Seconds of one batch, of as many rows, of the pass before the first step; None where it was not compiled."""
+    rollout_seconds: float = 0.0
+    """Seconds of an iteration before its first step, of a run on its own answers."""
+    answer_seconds: float = 0.0
+    """Of these, those in which its answers are written, as at an evaluation to held-out prompts."""
 
 
 def run_length(
@@ -72,6 +76,8 @@ def run_length(
         reference_seconds=reference_seconds(config, stages, lengths=lengths, outside=outside),
         compile_seconds=compiling,
         setup_seconds=setup,
+        rollout_seconds=outside.rollout_seconds
+        * sum(math.ceil(length.steps / config.rollout.updates) for length in lengths),
     )
     return length, notes
 
@@ -79,8 +85,11 @@ def run_length(
 def assumed_steps(config: Config, stage: Stage, *, num_parameters: int | None = None) -> int | None:
     """Return the optimizer steps of a stage, as if its rows were full.
 
-    None where a source's tokens are not known, or the model's parameters where the length is a multiple of them.
+    None where a source's tokens are not known, or the model's parameters where the length is a multiple of them; and
+    for passes over prompts, whose number is not known before they are read.
     """
+    if config.objective.samples_rollouts and stage.epochs is not None:
+        return None
     tokens: float | None = stage.tokens
     if stage.tokens_per_parameter is not None and num_parameters is not None:
         tokens = stage.tokens_per_parameter * num_parameters
@@ -121,6 +130,7 @@ def evaluating_seconds(
     num_evaluations = 1 + len(lengths) + between_steps([length.steps for length in lengths], every=every)
     num_samples = 2 + (num_evaluations - 1 if intervals.samples else 0)
     sampling = num_samples * config.sample.max_new_tokens * (outside.sample_token_seconds or 0.0)
+    sampling += num_evaluations * math.ceil(rows / config.rollout.num_rows) * outside.answer_seconds
     if outside.eval_batch_seconds is None:
         longest = max(length.step_seconds for length in lengths)
         global_rows = max(stage.geometry.global_rows for stage in stages)

@@ -40,12 +40,15 @@ class RunLength:
     """Assumptions behind the figures, one sentence each."""
     reference_seconds: float = 0.0
     """Seconds of the pass before the first step whose values a loss compares with."""
+    rollout_seconds: float = 0.0
+    """Seconds in which answers are written, rewarded and scored, in all iterations."""
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by activity."""
         return {
             "training": sum(stage.seconds for stage in self.stages),
+            **({"rollouts": self.rollout_seconds} if self.rollout_seconds else {}),
             "evaluation": self.eval_seconds,
             **({"reference": self.reference_seconds} if self.reference_seconds else {}),
             "checkpoints": self.checkpoint_seconds,
@@ -142,7 +145,7 @@ def cost_of(run: RunLength, *, price: PriceConfig | None, num_devices: int, cali
     usd = hourly.times(hours)
     error = calibration.relative_error
     # The error is that of a step; compiling, set-up and checkpoints are taken as assumed.
-    uncertain = (run.parts["training"] + run.eval_seconds + run.reference_seconds) / HOUR
+    uncertain = (run.parts["training"] + run.rollout_seconds + run.eval_seconds + run.reference_seconds) / HOUR
     span = None if error is None else (hours - error * uncertain, hours + error * uncertain)
     low, high = span or (hours, hours)
     spot = _amounts(price.spot_range if price else [], low=low * num_devices, high=high * num_devices)

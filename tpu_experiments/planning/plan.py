@@ -11,6 +11,7 @@ from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.flops import FlopsPerToken
 from tpu_experiments.planning.decoding import Decoding
+from tpu_experiments.planning.iteration import Iteration
 from tpu_experiments.planning.money import Cost, Dollars, RunLength, usd_per_million_tokens
 from tpu_experiments.planning.orders import Order
 from tpu_experiments.planning.stored_plans import programs_key
@@ -227,7 +228,9 @@ class Plan:
     sharing_rows: int = 1
     """Number of chips that work on the same rows (sharding.mesh.tensor)."""
     decoding: Decoding | None = None
-    """Answers that are written beside training (task.decode.rows); null where none were planned."""
+    """Answers that are written beside training (task.decode.rows, or a rollout); null where none were planned."""
+    iteration: Iteration | None = None
+    """An iteration of a run on its own answers; null of other runs, and where it is not planned."""
 
     @property
     def accumulation(self) -> int:

@@ -145,7 +145,7 @@ NO_OTHER = "no other is compiled later: every stage, the evaluation and the samp
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the content of plan.json; what is not known is null."""
     made = {"versions": plan.versions, "libtpu_flags": list(plan.flags)}
-    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | _decoding(plan) | made
+    return _what(plan) | _memory(plan) | _effort(plan) | _length(plan) | _decoding(plan) | _iteration(plan) | made
 
 
 def _what(plan: Plan) -> dict[str, Any]:
@@ -289,6 +289,20 @@ def _decoding(plan: Plan) -> dict[str, Any]:
     return {"decoding": asdict(found) | further}
 
 
+def _iteration(plan: Plan) -> dict[str, Any]:
+    found = plan.iteration
+    if found is None:
+        return {}
+    thousand = found.usd_per_thousand(plan.hw.price)
+    further = {
+        "seconds": found.seconds,
+        "answers_per_second": found.answers_per_second,
+        "usd_per_thousand": thousand.on_demand,
+        "usd_per_thousand_spot": thousand.spot,
+    }
+    return {"iteration": asdict(found) | further}
+
+
 def plan_table(plan: Plan) -> str:
     """Return the lines for the terminal."""
     rows = [*summary_rows(plan), *_table_rows(plan)]
@@ -331,6 +345,7 @@ def summary_rows(plan: Plan, *, has_tables: bool = False) -> list[tuple[str, str
         + _time_rows(plan)
         + _money_rows(plan)
         + _decoding_rows(plan)
+        + _iteration_rows(plan)
         + assumed
         + [("note", note) for note in plan.notes]
     )
@@ -457,6 +472,22 @@ def _decoding_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.hw.price is not None:
         million = found.usd_per_million_tokens(plan.hw.price)
         rows += [("", f"{both_prices(million)} per million tokens of answers, their prompts included")]
+    return rows
+
+
+def _iteration_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return what an iteration takes of a run on its own answers."""
+    found = plan.iteration
+    if found is None:
+        return []
+    parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in found.parts.items() if seconds)
+    what = f"{found.prompts:,} prompts x {found.samples:,} answers, {found.updates} optimizer steps"
+    rows = [
+        ("iteration", f"{found.seconds:.3f} s ({ESTIMATE}): {what}, {found.answers_per_second:,.0f} answers/s"),
+        ("", parts),
+    ]
+    if plan.hw.price is not None:
+        rows += [("", f"{both_prices(found.usd_per_thousand(plan.hw.price))} per 1,000 iterations")]
     return rows
 
 

@@ -31,7 +31,9 @@ from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.models.adapters.lora import fingerprint, scale_of
+from tpu_experiments.models.huggingface import CLASSIFIER, head_parameters
 from tpu_experiments.models.sources.build import BuiltModel
+from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.updates import updates_of
 from tpu_experiments.runtime.base import Runtime
@@ -144,12 +146,14 @@ def load_start(
     def restore(groups: Groups) -> None:
         taken = {group: tensors for group, tensors in groups.items() if group == OPTIMIZER}
         found = groups[PARAMETERS] if point.take == "all" else averaged(groups)
+        lacking = _head_of(model.module, model.source.head).difference(found)
+        marks.update({name: model.fingerprints[name] for name in lacking})
         place_on_device(
             {PARAMETERS: _FingerprintedTensors(found, marks), **taken},
             parameters=parameters,
             state=state if point.take == "all" else {},
             place=runtime.place,
-            order=model.order,
+            order=[name for name in model.order if name not in lacking],
             source=point.place,
         )
 
@@ -376,6 +380,7 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         if p.requires_grad
     }
     advice = "give the run the same model and lora.targets, or start from another."
+    head = objective_class(config).head
     if point.kind == "checkpoint":
         assert point.step is not None, "`_checkpoint_or_export` gives it"
         wanted = {PARAMETERS: parameters}
@@ -385,6 +390,8 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         def restore(_: Mapping[str, Any], groups: Groups) -> None:
             for group, expected in wanted.items():
                 found = without_values(groups.get(group, {}))
+                if group == PARAMETERS:
+                    expected, found = _without_heads(expected, found, module, head)
                 place = paths.join(point.place, f"{group}.safetensors")
                 require_tensors(found, expected, place=f"start.run={point.run}; {place}", advice=advice)
 
@@ -397,7 +404,25 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
     else:
         found = without_values(read_model(point.place, max_held_bytes=0))
     types = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in found.items()}
+    parameters, types = _without_heads(parameters, types, module, head)
     require_tensors(types, parameters, place=f"start.run={point.run}; {point.place}", advice=advice)
+
+
+def _head_of(module: Any, head: str) -> set[str]:
+    """Return the parameters of a classifier's head, which stays as it was drawn where a source has another head."""
+    return set(head_parameters(module)) if head == CLASSIFIER else set()
+
+
+def _without_heads(
+    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], module: Any, head: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return both without a head that only one of them has: a classifier's is new over a language model's tensors."""
+    own = _head_of(module, head)
+    if not own:
+        return dict(wanted), dict(found)
+    inner = f"{module.base_model_prefix}."
+    kept = {name: t for name, t in wanted.items() if name in found or name not in own}
+    return kept, {name: t for name, t in found.items() if name in wanted or name.startswith(inner)}
 
 
 @contextmanager

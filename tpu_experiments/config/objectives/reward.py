@@ -20,7 +20,7 @@ class RewardConfig(ObjectiveConfig):
     asks_questions: ClassVar[bool] = False
     """A reward model writes nothing, and has its pairs in common with objectives whose models do."""
     lr_factor: ClassVar[float] = 1 / 2
-    """TRL's rates: 1e-4 of adapters and 1e-5 of all weights, where `model.lr` is 2e-4."""
+    """1e-4 of adapters, TRL's default, and 1e-5 of all weights, where `model.lr` is 2e-4."""
     why_alone: ClassVar[str | None] = "objective=reward trains a head beside the adapter"
     center_rewards_coefficient: float = number(default=0.0, at_least=0)
     """Factor of the mean squared sum of a pair's two scores, which is added to the loss so that scores stay near 0

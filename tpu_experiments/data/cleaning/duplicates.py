@@ -83,6 +83,7 @@ def group_key(document: Document) -> bytes:
     return hashlib.blake2b(document.group.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
+@functools.lru_cache(maxsize=64)  # a prompt is compared with others, and is in both conversations of a pair
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
 

@@ -319,6 +319,7 @@ def _pair(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[l
     if spec.format == "explicit_prompt":
         prompt = _with_history(record, prompt, spec=spec, unread=unread)
     tools = _offered(record, prompt, spec=spec)
+    prompt = [_set_aside(turn, is_context=turn.role == "assistant") for turn in prompt]  # once for both
     sides = [
         _ended(prompt, answer, name=column_of(record, names))
         for names, answer in zip((CHOSEN, REJECTED), answers, strict=True)
@@ -353,7 +354,13 @@ def _ended(prompt: list[Turn], answer: list[Turn], *, name: str) -> list[Turn]:
     if not (last.content.strip() or last.calls or last.reasoning):
         raise empty_answer(name)
     turns = [*prompt, *answer]
-    return [replace(t, is_context=t.role == "assistant") for t in turns[:-1]] + [replace(last, is_context=False)]
+    before = [_set_aside(turn, is_context=turn.role == "assistant") for turn in turns[:-1]]
+    return [*before, _set_aside(last, is_context=False)]
+
+
+def _set_aside(turn: Turn, *, is_context: bool) -> Turn:
+    """Return the turn itself where it is marked so: most are, and a copy takes 4 us."""
+    return turn if turn.is_context == is_context else replace(turn, is_context=is_context)
 
 
 def _with_history(record: Record, turns: list[Turn], *, spec: SourceSpec, unread: set[str]) -> list[Turn]:

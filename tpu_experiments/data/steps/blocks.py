@@ -357,8 +357,8 @@ class BlockMaker:
     def _columns(self, documents: list[Document], flat: FlatTokens, refused: list[Refused]) -> dict[str, np.ndarray]:
         """Return what the index of a block says of every document."""
         settings = self.settings
-        keys = b"".join(content_key(document) for document in documents)
-        prompts = b"".join(prompt_key(document) for document in documents)
+        both = [(content_key(document), prompt_key(document)) for document in documents]
+        keys, prompts = b"".join(key for key, _ in both), b"".join(key for _, key in both)
         reported = "\n".join(json.dumps(vars(r), ensure_ascii=False) for r in refused)
         arrays: dict[str, np.ndarray] = {
             "lengths": flat.lengths_D,

@@ -494,8 +494,10 @@ def flags_of(encoding: Encoding | WordEncoding, *, rendered: RenderedChat) -> ND
 
 def _first_overlapping(encoding: Encoding | WordEncoding, *, begin: int, end: int) -> int | None:
     """Return the first token with characters in [begin, end); looked up in Rust, 1 ns a token."""
-    tokens = (encoding.char_to_token(character) for character in range(begin, end))
-    token = next((token for token in tokens if token is not None), None)
+    token = encoding.char_to_token(begin) if begin < end else None
+    if token is None:
+        tokens = (encoding.char_to_token(character) for character in range(begin + 1, end))
+        token = next((token for token in tokens if token is not None), None)
     # Blanks may belong to a token of zero width, which char_to_token does not find.
     while token and _characters(encoding, token - 1)[1] > begin:
         token -= 1

@@ -15,8 +15,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, groupby
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,6 +250,10 @@ class _Words(dict[str, bytes]):
         return backend_of(self._tokenizer).encode(self._before + word, add_special_tokens=False)
 
 
+def _nones(values: list[bytes | None]) -> list[int]:
+    return [n for n, value in enumerate(values) if value is None] if None in values else []
+
+
 def _memoise(memo: dict[str, Any], word: str, value: object) -> None:
     if len(memo) >= _MAX_WORDS:
         memo.clear()
@@ -286,18 +290,23 @@ class WordMemo:
         parts = [(part, i % 2 == 1) for i, part in enumerate(self._added.split(text)) if part]
         keys = [(part, number == 0) for number, (part, _) in enumerate(parts)]
         last, self._last = self._last, {}
-        new = {
-            key: [key[0]] if is_added else find(key[0])
-            for key, (_, is_added) in zip(keys, parts, strict=True)
-            if key not in last
-        }
+        new: dict[tuple[str, bool], tuple[list[str], list[bytes | None]]] = {}
+        for key, (part, is_added) in zip(keys, parts, strict=True):
+            if key not in last:
+                found = [part] if is_added else find(part)
+                new[key] = found, [b"", *map(self._other.get, found[1:])]
         try:
+            unknown = {key: _nones(ids) for key, (_, ids) in new.items()}
             if not self._pipeline.has_blanks:
-                self._other.learn(chain.from_iterable(found[1:] for found in new.values()))
+                self._other.learn(found[n] for key, (found, _) in new.items() for n in unknown[key])
             for key in keys:
                 first = firsts[len(words)] = self._first_of_part if words else self._first
                 if key not in last:
-                    last[key] = new[key], [first[new[key][0]], *map(self._other.__getitem__, new[key][1:])]
+                    found, known = new[key]
+                    known[0] = first[found[0]]
+                    for n in unknown[key]:
+                        known[n] = self._other[found[n]]
+                    last[key] = found, cast("list[bytes]", known)
                 found, ids = self._last[key] = last[key]
                 encoded += ids
                 words += found

@@ -21,6 +21,7 @@ from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
+from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.run_folder import RunFolder
@@ -128,6 +129,11 @@ def _objective_of_data(config: Config) -> ObjectiveConfig:
     are_pairs = {kind == "preference" for kind in kinds.values()}
     if are_pairs == {config.objective.reads_pairs}:
         return config.objective
+    if are_pairs == {False} and not writes_text(config):
+        raise ConfigError(
+            f"data=[{','.join(kinds)}] with the run's objective={name}; these documents are no pairs, and its model "
+            "gives scores and no text; select pairs of answers."
+        )
     if are_pairs == {False}:
         log.info("objective=%s; these documents are no pairs: they are scored as texts", name)
         return next(kind(key) for key, kind in OBJECTIVES.items() if kind._target_ == FIRST)

@@ -50,6 +50,11 @@ def run(config: Config) -> None:
             f"task.decode.rows={settings.decode.rows}; formulas know no decoder, and nothing is compiled here; plan a "
             "TPU with libtpu installed (the tpu extra), or leave task.decode.rows out."
         )
+    if settings.decode.rows is not None and config.objective.samples_rollouts:
+        raise ConfigError(
+            f"task.decode.rows={settings.decode.rows} with objective={config.objective.name}; the answers of its "
+            "rollouts are planned (rollout.prompts, rollout.samples, rollout.max_new_tokens); leave task.decode out."
+        )
     if settings.orders > 1 and (method == "analytic" or config.hw.num_devices == 1):
         what = f"hw={config.hw.name} has one chip" if config.hw.num_devices == 1 else "nothing is compiled here"
         raise ConfigError(f"task.orders={settings.orders}; {what}; leave task.orders out.")

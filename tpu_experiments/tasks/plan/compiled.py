@@ -16,6 +16,7 @@ from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.objectives.base import trained_flops
 from tpu_experiments.planning.check import remedies_for
 from tpu_experiments.planning.compiled import Compiled, Compilers, Planned, planned, shortage_of, widths_of_step
+from tpu_experiments.planning.decoding import Decoding
 from tpu_experiments.planning.length import OutsideSteps
 from tpu_experiments.planning.orders import Changed, Order, differences, orders_of
 from tpu_experiments.planning.plan import Plan, Program, plan_of
@@ -27,6 +28,13 @@ from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.tasks.plan.decoding import Submitted, submit_decoding
 from tpu_experiments.tasks.plan.formulas import counted_only, with_run
 from tpu_experiments.tasks.plan.programs import Traced, trace_run
+from tpu_experiments.tasks.plan.rollouts import (
+    answers_of,
+    notes_of,
+    planned_iteration,
+    short_of_answers,
+    writes_rollouts,
+)
 
 GIB_PER_COMPILE = 6.0  # peak while compiling a 7B step, with a margin
 OfOrders = dict[tuple[int, ...], list[Future[Compiled]]]
@@ -50,9 +58,10 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
         for number, config in enumerate(tqdm(configs, desc="tracing", leave=False, disable=None)):
             try:
                 run = trace_run(config, which=which)
-                if settings.decode.rows is not None and which == "all":
+                written = answers_of(config, settings.decode)
+                if written.rows is not None and which == "all":
                     answers[number] = submit_decoding(
-                        config, settings.decode, compilers=compilers, folder=folder, merge=run.merge
+                        config, written, compilers=compilers, folder=folder, merge=run.merge
                     )
             except ConfigError as error:
                 traced.append(error)
@@ -103,10 +112,12 @@ def plan_or_error(
         training = [program for program in programs if program.name == "train"]
         orders = tuple(compared(order, training, others) for order, others in of_orders.items())
         kept = max(program.memory.arguments for program in training)
-        decoding = answers.planned(kept_gib=kept) if answers is not None else None
+        found = plan_of_run(run, programs, decoding=answers.planned(kept_gib=kept) if answers is not None else None)
+        if answers is not None and writes_rollouts(run.config):
+            found = replace(found, programs=(*found.programs, *answers.programs_of_run(kept_gib=kept)))
     except ConfigError as error:
         return error
-    return replace(plan_of_run(run, programs), orders=orders, decoding=decoding)
+    return replace(found, orders=orders)
 
 
 def compared(order: tuple[int, ...], usual: Sequence[Planned], others: Sequence[Future[Compiled]]) -> Order:
@@ -130,8 +141,8 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
     return planned(program, compiled, hw=run.config.hw, trained=trained, flops=flops, widths=widths)
 
 
-def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
-    """Combine the programs of a run into its plan."""
+def plan_of_run(run: Traced, programs: Sequence[Planned], *, decoding: Decoding | None) -> Plan:
+    """Combine the programs of a run, and the answers that it writes, into its plan."""
     largest = max(programs, key=lambda program: program.memory.total)
     train = max((p for p in programs if p.name == "train"), key=lambda program: program.memory.total)
     assert train.flops is not None
@@ -154,10 +165,10 @@ def plan_of_run(run: Traced, programs: Sequence[Planned]) -> Plan:
         versions=train.compiled.versions,
         flags=tuple(flags_of(run.config.hw, exported=exported_flags())),
         notes=(*compiler_notes(run, train), *dict.fromkeys(note for program in programs for note in program.notes)),
+        decoding=decoding,
     )
-    return plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or with_length(
-        plan, run=run, programs=programs
-    )
+    short = plan_if_too_large(plan, run=run, largest=largest, geometry=geometry) or short_of_answers(plan, run.config)
+    return short or with_length(plan, run=run, programs=programs)
 
 
 def compiler_notes(run: Traced, program: Planned) -> list[str]:
@@ -184,6 +195,15 @@ def with_length(plan: Plan, *, run: Traced, programs: Sequence[Planned]) -> Plan
     """Return the plan with the length and cost of the whole run."""
     of_shape = {p.shape: p.time for p in programs if p.name == "train"}
     seconds = {p.name: p.time.total_s if p.time else None for p in programs if p.name != "train"}
+    longest = max(run.stages, key=lambda stage: stage.geometry.seq_len)
+    step = of_shape[run.shapes[longest.name]]
+    iteration = planned_iteration(
+        run.config,
+        longest,
+        decoding=plan.decoding,
+        score_batch_seconds=seconds.get("score"),
+        step_seconds=step.total_s if step else None,
+    )
     outside = OutsideSteps(
         base_gib=plan.memory.classes.get("base weights", 0.0),
         eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
@@ -191,10 +211,13 @@ def with_length(plan: Plan, *, run: Traced, programs: Sequence[Planned]) -> Plan
         reference_batch_seconds=seconds.get("reference"),
         sample_token_seconds=seconds.get("sample"),
         compile_seconds=sum(p.compiled.seconds for p in programs),
+        rollout_seconds=iteration.rollout_seconds if iteration else 0.0,
+        answer_seconds=(plan.decoding.seconds or 0.0) if iteration and plan.decoding else 0.0,
     )
     times = {stage.name: of_shape[run.shapes[stage.name]] for stage in run.stages}
     notes = tuned_notes(run.config, plan.time.tokens_per_second_per_chip) if plan.time else []
-    return with_run(replace(plan, notes=(*notes, *plan.notes)), run.config, run.stages, times=times, outside=outside)
+    found = replace(plan, notes=(*notes, *notes_of(run.config), *plan.notes), iteration=iteration)
+    return with_run(found, run.config, run.stages, times=times, outside=outside)
 
 
 def geometry_of(run: Traced, program: Planned) -> Geometry:

@@ -1,8 +1,9 @@
 """Plan the two programs that write answers (models/passes/generation.py): lower, compile, read what they cost."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from tpu_experiments.config.task_schema import ChoiceConfig, DecodeConfig
 from tpu_experiments.models.passes.generation import NEW, Bucket, Decoder
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.objectives.base import writes_text
-from tpu_experiments.planning.compiled import ITEM_BYTES, Compiled, Compilers, elements_of_chip, planned
+from tpu_experiments.planning.compiled import ITEM_BYTES, Compiled, Compilers, Planned, elements_of_chip, planned
 from tpu_experiments.planning.decoding import Decoding
-from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
+from tpu_experiments.planning.plan import ChipMemory, Program, chip_limit_gib
 from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads, read_alone
 from tpu_experiments.runtime.tracing import tracing_runtime
@@ -39,6 +40,26 @@ class Submitted:
     merge: Lowered | None = None
     """Program of a run that makes the copy of its weights, compiled last; None where the weights are there."""
 
+    @cached_property
+    def each(self) -> list[Planned]:
+        """Return what the compilers say of the programs, in their order; waits for them."""
+        lowered = (*self.programs, *((self.merge,) if self.merge is not None else ()))
+        compiled = [future.result() for future in self.futures]
+        return [planned(p, c, hw=self.config.hw, trained=()) for p, c in zip(lowered, compiled, strict=True)]
+
+    def programs_of_run(self, *, kept_gib: float) -> Iterator[Program]:
+        """Yield the programs as those of a run that writes rollouts; arguments and errors as of `planned`."""
+        for each in self.each:
+            yield Program(
+                name=each.name,
+                stages=(),
+                shape=" x ".join(map(str, each.shape)),
+                compile_seconds=each.compiled.seconds,
+                total_gib=each.memory.total + (kept_gib if each.name != "merge" else 0.0),
+                estimated_seconds=each.time.total_s if each.time else None,
+                fingerprint=each.compiled.folder.name,
+            )
+
     def planned(self, *, kept_gib: float = 0.0) -> Decoding:
         """Return the figures; waits for the compilers.
 
@@ -50,9 +71,7 @@ class Submitted:
         """
         hw, settings = self.config.hw, self.settings
         assert hw.chip is not None, "hardware without a datasheet is refused before"
-        compiled = [future.result() for future in self.futures]
-        lowered = (*self.programs, *((self.merge,) if self.merge is not None else ()))
-        read, write, *merge = (planned(p, c, hw=hw, trained=()) for p, c in zip(lowered, compiled, strict=True))
+        read, write, *merge = self.each
         calls, per_call = calls_of(settings)
         floor = bytes_of_chip(self.programs[1]) / (hw.chip.hbm_gb_per_second * 1e9)
         # No cycles are estimated for weights that are fetched while others are multiplied.
@@ -71,7 +90,7 @@ class Submitted:
             beside_gib=total + kept_gib,
             limit_gib=chip_limit_gib(hw),
             num_devices=hw.num_devices,
-            compile_seconds=sum(each.seconds for each in compiled),
+            compile_seconds=sum(each.compiled.seconds for each in self.each),
             merge_seconds=sum(each.time.total_s for each in merge if each.time),
         )
 

@@ -38,12 +38,14 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         return steps, []
     # Importing tokenizers and readers takes seconds.
     from tpu_experiments.data.prepared import NotPrepared
+    from tpu_experiments.tasks.setup import prompts_of
     from tpu_experiments.training.batches import (
         RunInputs,
         load_run_tokenizer,
         parameters_of_lengths,
         prepare_sources,
         shuffled_rows,
+        stage_rows,
         stage_steps,
     )
 
@@ -61,7 +63,11 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
             return steps, [f"hours and dollars need the length of an epoch: {why}"]
         return steps, [f"the length of an epoch is assumed from data.<name>.total_tokens: {why}"]
     inputs = RunInputs(tokenizer, sources, list(stages), num_parameters=num_parameters)
-    rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
+    if config.objective.samples_rollouts:
+        inputs.prompts = prompts_of(config, stages, tokenizer=tokenizer)
+        rows = {stage.name: stage_rows(inputs, stage, config=config) for stage in stages}
+    else:
+        rows = {stage.name: shuffled_rows(inputs, stage, seed=config.seed) for stage in stages}
     return {stage.name: stage_steps(rows[stage.name], stage, inputs=inputs, config=config) for stage in stages}, []
 
 

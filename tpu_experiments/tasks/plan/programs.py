@@ -21,6 +21,7 @@ from tpu_experiments.runtime.lowered import Lowered
 from tpu_experiments.runtime.sharding import check_heads
 from tpu_experiments.runtime.tracing import tracing_runtime
 from tpu_experiments.tasks.plan.formulas import shapes_source
+from tpu_experiments.tasks.plan.rollouts import num_scores, writes_rollouts
 from tpu_experiments.training.batches import RunInputs, evaluation_rows, has_noise
 from tpu_experiments.training.evaluation import WORDS, evaluating
 from tpu_experiments.training.merged import MergedCopy
@@ -45,9 +46,9 @@ class Traced:
     shapes: dict[str, Shape]
     """Batch shape (A, R, T) of each stage, by name."""
     programs: list[Lowered]
-    """One training program per shape, then evaluation, reference, sample and questions."""
+    """One training program per shape, then evaluation, reference, scores of a rollout, sample and questions."""
     merge: Lowered | None = None
-    """The program that makes a copy of the weights for answers (task.decode.rows)."""
+    """The program that makes a copy of the weights for answers (task.decode.rows, or a rollout)."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -70,13 +71,16 @@ def trace_run(config: Config, *, which: str) -> Traced:
         programs.append(lowered_evaluation(trainer, shape=evaluation_shape(stages, runtime=runtime)))
     if which == "all" and config.objective.reads_reference():
         programs.append(lowered_reference(trainer, shape=evaluation_shape(stages, runtime=runtime)))
+    if which == "all" and num_scores(config):
+        programs.append(lowered_score(trainer, shape=score_shape(stages, runtime=runtime)))
     if which == "all" and samples(config):
         programs.append(lowered_sample(trainer, rows=len(config.sample.all_prompts)))
     if which == "all" and config.questions:
         programs.append(lowered_sample(trainer, rows=QUESTION_ROWS, name="ask"))
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
     writes = which == "all" and isinstance(config.task, PlanTaskConfig) and config.task.decode.rows is not None
-    merge = lowered_merge(trainer) if writes and writes_text(config) else None
+    writes = (writes and writes_text(config)) or (which == "all" and writes_rollouts(config))
+    merge = lowered_merge(trainer) if writes else None
     return Traced(config, stages, arch, trained, shapes, programs, merge)
 
 
@@ -187,6 +191,26 @@ def lowered_reference(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
             batch=rows_like(shape, names=trainer.evaluator.tensor_names, arrays=row_arrays(trainer.config)),
             rows_dim=0,
             as_run=reference.program,
+        )
+    return lowered
+
+
+def score_shape(stages: list[Stage], *, runtime: Any) -> tuple[int, int]:
+    """Return (R, T) of one process's batch of answers that are scored, of the stage with the longest rows."""
+    geometry = max((stage.geometry for stage in stages), key=lambda each: each.seq_len)
+    return geometry.micro_rows * geometry.num_shards // runtime.share[1], geometry.seq_len
+
+
+def lowered_score(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
+    """Lower the log-probabilities of one batch of a rollout's rows."""
+    names = trainer.evaluator.tensor_names
+    with evaluating(trainer.model.module):
+        lowered: Lowered = trainer.runtime.lower(
+            trainer.score.values,
+            name="score",
+            batch=rows_like(shape, names=names, arrays=row_arrays(trainer.config)),
+            rows_dim=0,
+            as_run=trainer.score.program,
         )
     return lowered
 

@@ -1,0 +1,139 @@
+"""Whole runs of a reward model: started from instruction tuning, scored as transformers and PEFT score it, resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.training.runs import finished, losses, run
+
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.slow,
+    # peft 0.21 reads a property that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+COMMON = (
+    *("trainer.seq_len=128", "curriculum=single", "schedule=constant", "trainer.global_batch_rows=8"),
+    *("trainer.max_stage_steps=4", "trainer.log_every_steps=1", "trainer.eval_every_steps=2"),
+    *("checkpoint.every_steps=2", "optim.lr=1e-3", "sample.max_new_tokens=0", "hw.runtime=eager", "model=reader"),
+)
+WORDS = (*COMMON, "objective=reward", "data=stories_pairs_ro", "name=scores")
+FULL, ADAPTERS = (*WORDS, "lora=none"), (*WORDS, "lora.r=4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, finished(*FULL, output_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapted")
+    return folder, finished(*ADAPTERS, output_dir=folder)
+
+
+def evaluated(folder, tmp_path):
+    done = run(
+        *("task=evaluate", f"task.run={folder / 'scores'}", "hw.runtime=eager"),
+        f"task.documents={folder / 'tested.jsonl'}",
+        output_dir=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "scores" / "test_results.json").read_text())["sources"]["stories_pairs_ro"]["trained"]
+
+
+def scores_of(model, tokenizer, folder):
+    """Mean score of chosen and of rejected answers of the test split, each as the card calls the model."""
+    documents = [json.loads(line)["text"] for line in (folder / "tested.jsonl").read_text().splitlines()]
+    lines = Path("tpu_experiments/samples/stories/pairs.jsonl").read_text().splitlines()
+    pairs = [row for row in map(json.loads, lines) if any(row["prompt"] in text for text in documents)]
+    assert len(pairs) == len(documents) > 0
+    found = []
+    for pair in pairs:
+        for side in ("chosen", "rejected"):
+            turns = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[side]}]
+            inputs = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+            with torch.no_grad():
+                found.append(model(**inputs).logits[0, 0])
+    return torch.stack(found).view(-1, 2).mean(0).tolist()
+
+
+def test_the_model_is_read_by_transformers(whole, tmp_path):
+    folder, result = whole
+    place = folder / "scores" / "model"
+    config = json.loads((place / "config.json").read_text())
+    assert config["architectures"] == ["MistralForSequenceClassification"]
+    assert (config["id2label"], config["problem_type"]) == ({"0": "LABEL_0"}, "regression")
+    own = evaluated(folder, tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(place).eval()
+    chosen, rejected = scores_of(model, AutoTokenizer.from_pretrained(place), folder)
+    assert own["rewards/chosen"]["value"] == pytest.approx(chosen, abs=1e-4)
+    assert own["rewards/rejected"]["value"] == pytest.approx(rejected, abs=1e-4)
+    assert own["loss"]["value"] < result["eval_loss_before"] - 0.1
+
+
+def test_the_adapter_is_read_by_peft(adapted, tmp_path):
+    from peft import PeftModel
+
+    folder, result = adapted
+    place = folder / "scores" / "adapter"
+    settings = json.loads((place / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    own = evaluated(folder, tmp_path)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        result["base_path"], id2label={0: "LABEL_0"}, dtype=torch.float32
+    )
+    model = PeftModel.from_pretrained(base, place).eval()
+    chosen, rejected = scores_of(model, AutoTokenizer.from_pretrained(place), folder)
+    assert own["rewards/chosen"]["value"] == pytest.approx(chosen, abs=1e-4)
+    assert own["rewards/rejected"]["value"] == pytest.approx(rejected, abs=1e-4)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    own_scores = scores_of(merged, AutoTokenizer.from_pretrained(place), folder)
+    assert own_scores == pytest.approx([chosen, rejected], abs=1e-4)
+    page = (place / "README.md").read_text()
+    assert "id2label={0: 'LABEL_0'}" in page
+    assert "score = model(**inputs).logits[0, 0]" in page
+
+
+@pytest.mark.parametrize("words", [FULL, ADAPTERS], ids=["full", "adapters"])
+def test_a_resumed_run_is_the_run_left_alone(whole, adapted, tmp_path, words):
+    folder, result = whole if words is FULL else adapted
+    assert run(*words, "trainer.max_stage_steps=2", output_dir=tmp_path).returncode == 0
+    resumed = finished(*words, output_dir=tmp_path)
+    assert (resumed["eval_loss_before"], resumed["eval_loss"]) == (result["eval_loss_before"], result["eval_loss"])
+    assert losses(tmp_path) == losses(folder)
+
+
+def test_a_run_of_instruction_tuning_is_gone_on_with_under_a_new_head(adapted, tmp_path):
+    words = (*COMMON, "data=stories_ro", "lora.r=4", "trainer.max_stage_steps=2", "name=answers")
+    done = run(*words, output_dir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    start = f"start.run={tmp_path / 'answers'}"
+    done = run(*ADAPTERS, start, "trainer.max_stage_steps=2", "optim.lr=1e-12", output_dir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before, after, alone = (
+        load_file(str(place / "adapter" / "adapter_model.safetensors"))
+        for place in (tmp_path / "answers", tmp_path / "scores", adapted[0] / "scores")
+    )
+    head = "base_model.model.score.weight"
+    assert set(after) == {*before, head} == set(alone)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-9, rtol=0)
+    assert after[head].std() > 0.01
+
+
+def test_texts_are_not_scored_by_it(adapted, tmp_path):
+    run_of = f"task.run={adapted[0] / 'scores'}"
+    done = run("task=evaluate", run_of, "task.data=selected", "data=sample_text", output_dir=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "its model gives scores and no text; select pairs of answers." in done.stderr
+    for task in ("generate", "export", "serve"):
+        done = run(f"task={task}", run_of, output_dir=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert "was trained with objective=reward" in done.stderr
