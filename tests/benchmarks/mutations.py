@@ -684,6 +684,27 @@ DEFECTS = (
         "tests/training/test_rollouts.py",
     ),
     Defect(
+        "rollouts: an answer has the advantage of another",
+        "tpu_experiments/training/rl.py",
+        "advantage_N=own.values_N,",
+        "advantage_N=own.values_N[::-1].copy(),",
+        "tests/training/test_rl.py",
+    ),
+    Defect(
+        "rollouts: every step of an iteration has its first rows",
+        "tpu_experiments/training/rl.py",
+        "slice((step - self.first) * global_rows, (step - self.first + 1) * global_rows)",
+        "slice(0, global_rows)",
+        "tests/training/test_rl.py",
+    ),
+    Defect(
+        "rollouts: the start of a run is the model as it is now",
+        "tpu_experiments/training/rl.py",
+        "start = {name: place(stacked(host, name).clone(), name=name) for name in self.parameters}",
+        "start = self.parameters",
+        "tests/training/test_rl.py",
+    ),
+    Defect(
         "rollouts: the first behind a rollback stays",
         "tpu_experiments/training/rollouts.py",
         "if number > iteration:",

@@ -22,7 +22,10 @@ from tpu_experiments.config.objectives import OBJECTIVES
 from tpu_experiments.config.schema import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "configs"
-TO_GIVE = {"mistral7b_ro_dpo": ["start.run=outputs/mistral7b_ro"]}
+TO_GIVE = {
+    "mistral7b_ro_dpo": ["start.run=outputs/mistral7b_ro"],
+    "reader_rl": ["start.run=outputs/reader_45"],
+}
 RECIPES = {
     "default": [],
     "tiny": [*TINY_JOB],
