@@ -5,11 +5,13 @@ import pytest
 from tests.config.composing import composed, names
 from tpu_experiments.tasks.plan import check_hw
 from tpu_experiments.tasks.plan.formulas import formula_plan
+from tpu_experiments.tasks.plan.rollouts import num_scores
 
 
 @pytest.mark.parametrize("recipe", names("experiment"))
 def test_a_recipe_fits_its_hardware(recipe: str) -> None:
     machine = ["hw=rtx4090"] if recipe.endswith("_qlora") else []  # hw=gpu is any, so it has no datasheet
+    machine = ["hw=v6e1"] if recipe == "reader_rl" else machine  # its own is this one
     config = composed(f"experiment={recipe}", "task=plan", "task.method=analytic", *machine)
     check_hw(config)
     plan = formula_plan(config)
@@ -20,4 +22,7 @@ def test_a_recipe_fits_its_hardware(recipe: str) -> None:
     is_silent = recipe.startswith("diffusion_") or recipe.endswith(("_mlm", "_rtd", "_classify"))  # shows no sample
     writes = [] if is_silent else ["sample"]
     compares = ["reference"] if config.objective.reads_reference() else []
-    assert [program.name for program in plan.programs] == ["train", "eval", *compares, *writes]
+    compares += ["score"] if num_scores(config) else []
+    asks = ["ask"] if config.questions else []
+    answers = ["merge", "read", "write"] if config.objective.samples_rollouts else []
+    assert [program.name for program in plan.programs] == ["train", "eval", *compares, *writes, *asks, *answers]

@@ -10,6 +10,7 @@ from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
+from tpu_experiments.config.task_schema import DecodeConfig
 from tpu_experiments.models.huggingface import HuggingFaceModel, shapes_only
 from tpu_experiments.objectives.base import model_source, samples
 from tpu_experiments.planning.analytic import analytic_plan, estimated_time, largest_stage
@@ -19,6 +20,7 @@ from tpu_experiments.planning.length import OutsideSteps, assumed_steps, run_len
 from tpu_experiments.planning.money import cost_of
 from tpu_experiments.planning.plan import Plan, Program
 from tpu_experiments.planning.timing import StepTime
+from tpu_experiments.tasks.plan.rollouts import answers_of, num_scores, writes_rollouts
 
 OF_A_GPU = (
     "plain torch on a GPU may reach neither: three recipes on an H200 took 0.9 to 4.8 times the planned step and 1.0 "
@@ -83,14 +85,21 @@ def with_run(
 
 
 def counted_only(config: Config) -> Iterator[Program]:
-    """Yield evaluation, reference, sample and questions as programs that are counted but not compiled."""
+    """Yield what is not a training step as programs that are counted but not compiled."""
     yield Program("eval", (), "held-out rows", None)
     if config.objective.reads_reference():
         yield Program("reference", (), "rows of an epoch", None)
+    if num_scores(config):
+        yield Program("score", (), "rows of a rollout", None)
     if samples(config):
         yield Program("sample", (), f"{len(config.sample.all_prompts)} x {config.sample.window}", None)
     if config.questions:
         yield Program("ask", (), f"{QUESTION_ROWS} x {config.sample.window}", None)
+    if writes_rollouts(config):
+        answers = answers_of(config, DecodeConfig())
+        yield Program("merge", (), "weights", None)
+        yield Program("read", (), f"{answers.rows} x {answers.prompt_tokens}", None)
+        yield Program("write", (), f"{answers.rows} x {answers.tokens_per_call}", None)
 
 
 def shapes_source(config: Config) -> HuggingFaceModel:
