@@ -138,8 +138,8 @@ def test_measures_of_documents_and_of_steps_are_those_of_their_rows(make_scored)
     run, rows = make_scored(objective), rows_of(made_pairs(0, count=COUNT, vocab=4000))
     lengths = by_segment(rows["segments"], rows["learn"].float())
     values = scores_of(run, objective, rows)
-    documents = [each[:, :4].reshape(COUNT, 2).double().numpy() for each in (values, values, lengths)]
-    found = objective.measures(objective.document_sums(*documents).sum(0))
+    documents = [each[:, :4].double().numpy() for each in (values, values, lengths)]
+    found = objective.measures(objective.document_sums(*documents).sum((0, 1)))
     expected = summary_of(run, objective, rows)
     run.step.reported = objective.reported_loss
     output = run.program(batch_of(rows, accumulation=4))

@@ -142,10 +142,10 @@ class Reward(Objective):
             "rejected_tokens": own["rejected_tokens"] / num,
         }
 
-    def document_sums(self, values_D2: Column, reference_D2: Column, lengths_D2: Column) -> Column:
-        """Return the sums of `SUMS` of every pair, (D, K); scores are compared with no reference."""
-        scores, lengths = (torch.from_numpy(each)[:, None] for each in (values_D2, lengths_D2))
-        found: Column = torch.cat(self.columns(scores, lengths), 1).numpy()
+    def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
+        """Return the sums of `SUMS` of every pair, (N, P, K); scores are compared with no reference."""
+        scores, lengths = (torch.from_numpy(each).unflatten(1, (-1, 2)) for each in (values_NS, lengths_NS))
+        found: Column = torch.stack(self.columns(scores, lengths), -1).numpy()
         return found
 
 
