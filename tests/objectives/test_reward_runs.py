@@ -101,6 +101,33 @@ def test_the_adapter_is_read_by_peft(adapted, tmp_path):
     assert "score = model(**inputs).logits[0, 0]" in page
 
 
+@pytest.mark.parametrize("name", ["whole", "adapted"])
+def test_its_exports_give_the_scores_of_the_run(request, tmp_path, name):
+    folder, _ = request.getfixturevalue(name)
+    done = run("task=export", f"task.run={folder / 'scores'}", f"task.folder={tmp_path / 'forms'}", output_dir=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    own, written = evaluated(folder, tmp_path), sorted(place.name for place in (tmp_path / "forms").iterdir())
+    assert written == (["merged"] if name == "whole" else ["merged", "peft"])
+    for form in written:
+        (parity,) = json.loads((tmp_path / "forms" / form / "parity.json").read_text())
+        assert (parity["verdict"], parity["documents"]) == ("ok", 8)
+        assert parity["max_score_diff"] < 1e-5
+        assert parity["kept"] == pytest.approx(1, abs=1e-4)
+    place = tmp_path / "forms" / "merged"
+    assert json.loads((place / "config.json").read_text())["architectures"] == ["MistralForSequenceClassification"]
+    assert not (place / "generation_config.json").exists()
+    model = AutoModelForSequenceClassification.from_pretrained(place).eval()
+    chosen, rejected = scores_of(model, AutoTokenizer.from_pretrained(place), folder)
+    assert own["rewards/chosen"]["value"] == pytest.approx(chosen, abs=1e-4)
+    assert own["rewards/rejected"]["value"] == pytest.approx(rejected, abs=1e-4)
+    page = (place / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in page
+    assert "score = model(**inputs).logits[0, 0]" in page
+    refused = run("task=export", f"task.run={folder / 'scores'}", "task.forms=[gguf]", output_dir=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert "whose model gives scores; leave it out: its forms are peft and merged." in refused.stderr
+
+
 @pytest.mark.parametrize("words", [FULL, ADAPTERS], ids=["full", "adapters"])
 def test_a_resumed_run_is_the_run_left_alone(whole, adapted, tmp_path, words):
     folder, result = whole if words is FULL else adapted
@@ -133,7 +160,7 @@ def test_texts_are_not_scored_by_it(adapted, tmp_path):
     done = run("task=evaluate", run_of, "task.data=selected", "data=sample_text", output_dir=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "its model gives scores and no text; select pairs of answers." in done.stderr
-    for task in ("generate", "export", "serve"):
+    for task in ("generate", "quantize", "serve"):
         done = run(f"task={task}", run_of, output_dir=tmp_path)
         assert done.returncode == 2, done.stderr
         assert "was trained with objective=reward" in done.stderr

@@ -10,15 +10,19 @@ import torch
 from tests.config.composing import composed_as_typed
 from tests.export.mutants import MUTANTS, SOUND, mutated
 from tests.export.test_every_form import subject as subject_from
+from tests.export.test_every_form import tokenizer_of_run
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.task_schema import ExportTaskConfig, ParityConfig
+from tpu_experiments.export.weights import whole_model
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.sources.build import describe
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.tasks.export import proof as proofs
 from tpu_experiments.tasks.export.forms import WRITERS
 from tpu_experiments.tasks.export.parity import Texts
 from tpu_experiments.tasks.export.proof import Proof
-from tpu_experiments.tasks.export.subject import subject_of
+from tpu_experiments.tasks.export.subject import Subject, subject_of
+from tpu_experiments.tasks.generate.origin import Origin
 
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("root_logger", "plain_attention")]
 FORMS = {"merged": "f32", "int8": "f32", "nf4": "f32", "gguf": "q8_0"}
@@ -84,6 +88,31 @@ def test_the_yardstick_of_dora_is_that_of_its_merged_weights(make_config, tmp_pa
         found = judged(proof, subject, tmp_path / "written", names=(SOUND,))
     assert found[SOUND].verdict == "ok", found[SOUND].reason
     assert found[SOUND].beyond_rounding < 0.05 * found[SOUND].rounding
+
+
+def test_every_fault_of_a_model_that_scores_texts_is_worse(make_config, tmp_path, monkeypatch):
+    """RoPE's base is seen by scores too: they are read at the last token."""
+    torch.manual_seed(0)
+    words = ("objective=reward", "data=stories_pairs_ro", "curriculum=single")
+    config = make_config(*words, "model=tiny", "model.attention=sdpa", "model.dtype=bfloat16")
+    config = replace(config, lora=LoraConfig(r=4, alpha=8.0, targets=["all-linear"]))
+    source = model_source(config)
+    module, _ = describe(source, lora=config.lora)
+    trained = {n: torch.randn(p.shape) * 0.03 for n, p in module.named_parameters() if "lora_" in n}
+    trained["score.weight"] = torch.randn(module.score.weight.shape) * 0.1
+    tokenizer, whole = tokenizer_of_run(), whole_model(source, lora=config.lora, trained=trained)
+    task = ExportTaskConfig(name="export", forms=["merged"])
+    origin = Origin(config, lora=config.lora, trained=trained, text="here")
+    subject = Subject(config, task, origin, source, whole, tokenizer, str(tmp_path))
+    documents = torch.randint(5, 4000, (8, 48), generator=torch.Generator().manual_seed(1)).tolist()
+    monkeypatch.setattr(proofs, "texts_of", lambda *_: Texts(documents, ["un rând"], [], "tokens at random"))
+    with Proof(subject, config) as proof:
+        found = judged(proof, subject, tmp_path / "written", names=(SOUND, *MUTANTS))
+    sound = found[SOUND]
+    assert (sound.verdict, sound.reason) == ("ok", "")
+    assert sound.rounding > 0
+    assert sound.max_score_diff > sound.beyond_rounding
+    assert [name for name in MUTANTS if found[name].verdict != "worse"] == []
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ WHAT = {
     "gptq": "with its layers' weights as integers of a few bits, by GPTQ, in compressed-tensors' layout",
     "vptq": "with its layers' weights as vectors of codebooks, in a layout of tpu_experiments",
 }
+CAUSAL = "AutoModelForCausalLM"
+"""transformers' class of models that write text."""
 QUANTISED = {
     "int8": "compressed-tensors",
     "nf4": "bitsandbytes",
@@ -83,6 +85,16 @@ class Card:
     licence: str | None = None
     notes: list[str] = field(default_factory=list)
     """Whole sentences on what is particular of these files."""
+    auto: str = CAUSAL
+    """transformers' class that loads the model."""
+    pipeline: str = "text-generation"
+    """The Hub's name of what the model does."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Names of the outputs of a model that scores texts, by number."""
+    use: list[str] = field(default_factory=list)
+    """Lines of code below those that load the model."""
+    meaning: str = ""
+    """Paragraph behind them."""
 
 
 def page(card: Card, *, place: str, comparison: str, files: Sequence[str] = (), subfolder: str | None = None) -> str:
@@ -195,7 +207,7 @@ def _metadata(card: Card, *, forms: Sequence[str] = ()) -> str:
         base_model=card.base if card.is_on_hub else None,
         base_model_relation=RELATION.get(card.form, "quantized") if card.is_on_hub and is_one else None,
         library_name=LIBRARY.get(card.form, "transformers") if is_one else None,
-        pipeline_tag="text-generation",
+        pipeline_tag=card.pipeline,
         tags=["tpu_experiments", *(TAGS.get(form, form) for form in among)],
         language=card.languages or None,
         license=card.licence,
@@ -212,7 +224,8 @@ def _introduction(card: Card) -> str:
         kind = "DoRA" if card.is_dora else "LoRA"
         return f"A {kind} adapter of rank {card.rank} in PEFT's layout, {trained}."
     merged = ", the adapter merged into the weights" if card.rank else ""
-    return f"A language model {WHAT[card.form].format(dtype=card.dtype)}, {trained}{merged}."
+    kind = "A language model" if card.auto == CAUSAL else "A model that scores texts,"
+    return f"{kind} {WHAT[card.form].format(dtype=card.dtype)}, {trained}{merged}."
 
 
 def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | None) -> str:
@@ -228,22 +241,26 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
     blocks: list[str] = []
     if card.form == "peft":
         revision = f", revision={_literal(card.revision)}" if card.revision else ""
+        by_number = {int(number): label for number, label in card.labels.items()}
         code = adapter_code(
             place,
             base=card.base,
             dtype=card.dtype,
             held=card.held,
             double_quant=card.double_quant,
-            of_base=revision,
+            of_base=(f", id2label={by_number!r}" if by_number else "") + revision,
+            auto=card.auto,
             of_adapter=within,
             trust=trust,
         )
-        blocks += [fenced("\n".join(code), language="python"), *_about_base(card)]
+        blocks += [*_code_of(card, code), *_about_base(card)]
         over = (
             f"vllm serve {shlex.quote(card.base)} --enable-lora --max-lora-rank {card.rank} "
             f"--lora-modules {shlex.quote(f'adapter={local}')}"
         )
-        if card.is_dora:
+        if card.auto != CAUSAL:
+            pass  # vLLM has adapters of models that write text alone
+        elif card.is_dora:
             blocks.append("vLLM has no DoRA: export the form `merged` for it.")
         else:
             blocks += ["vLLM reads it too (not tried here):", fenced("\n".join([*fetch, over]), language="bash")]
@@ -256,15 +273,21 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
         blocks += [fenced("\n".join(code), language="python"), "No other library reads these vectors without CUDA."]
     else:
         package = QUANTISED.get(card.form)
-        code = whole_code(place, dtype=None if package else card.dtype, options=within + trust)
-        blocks.append(fenced("\n".join(code), language="python"))
+        code = whole_code(place, dtype=None if package else card.dtype, options=within + trust, auto=card.auto)
+        blocks += _code_of(card, code)
         if package:
             blocks.append(f"It needs `pip install {package}`.")
         serve = [*fetch, f"vllm serve {shlex.quote(local)}"]
-        blocks += ["vLLM reads it too (not tried here):", fenced("\n".join(serve), language="bash")]
+        if card.auto == CAUSAL:
+            blocks += ["vLLM reads it too (not tried here):", fenced("\n".join(serve), language="bash")]
     if card.runs_code:
         blocks.append("The model brings Python code, which loading runs with your rights. Read it first.")
     return "\n\n".join(blocks)
+
+
+def _code_of(card: Card, code: Sequence[str]) -> list[str]:
+    """Return the lines that load and use a model, and what its outputs mean."""
+    return [fenced("\n".join([*code, *card.use]), language="python"), *([card.meaning] if card.meaning else [])]
 
 
 def _about_base(card: Card) -> list[str]:

@@ -310,6 +310,12 @@ def writes_text(config: Config) -> bool:
     return kind.causal and kind.head == "causal_lm"
 
 
+def scores_texts(config: Config) -> bool:
+    """Return whether the model is a decoder that gives a text one number, at its last token."""
+    kind = objective_class(config)
+    return kind.causal and kind.head == "sequence_classification"
+
+
 def samples(config: Config) -> bool:
     """Return whether the run shows samples of text."""
     return config.sample.max_new_tokens > 0 and writes_text(config)

@@ -1,7 +1,7 @@
 """The writer of every form, and the readers that its files are read back with."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +86,12 @@ def write_peft(folder: str, subject: Subject) -> Written:
         path = subject.base_path  # in a bucket: a base that was drawn at random, beside its run
         with paths.local_copy(path) if paths.is_remote(path) else nullcontext(path) as base:
             return TransformersModel(
-                base, adapter=folder, revision=origin.config.model.revision, dtype=dtype, base=source.model
+                base,
+                adapter=folder,
+                revision=origin.config.model.revision,
+                dtype=dtype,
+                base=source.model,
+                labels=subject.labels,
             )
 
     base = origin.config.model.base
@@ -95,8 +100,8 @@ def write_peft(folder: str, subject: Subject) -> Written:
     return Written(digests, [copy], {"base": base})
 
 
-def _transformers(folder: str, dtype: torch.dtype) -> Reader:
-    return TransformersModel(folder, dtype=dtype)
+def _transformers(folder: str, dtype: torch.dtype, *, labels: Mapping[int, str] | None = None) -> Reader:
+    return TransformersModel(folder, dtype=dtype, labels=labels)
 
 
 def write_merged(folder: str, subject: Subject) -> Written:
@@ -120,7 +125,8 @@ def write_merged(folder: str, subject: Subject) -> Written:
     require_effect(effect, subject)
     # A rounding that falls to the other side moves a log-probability by more than the order of a sum does.
     is_exact = dtype == torch.float32 and subject.source.model.linear == "plain"
-    copy = Copy("merged", _transformers, is_exact=is_exact, rounded=in_dtype(dtype))
+    read = partial(_transformers, labels=subject.labels)
+    copy = Copy("merged", read, is_exact=is_exact, rounded=in_dtype(dtype))
     notes = []
     if input_settings(subject.source.model) is not None:
         notes.append(

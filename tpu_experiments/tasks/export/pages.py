@@ -4,9 +4,12 @@ from typing import Any
 
 from tpu_experiments.config.identity import values_of_run
 from tpu_experiments.export.card import Card, is_hub_id
+from tpu_experiments.models.huggingface import HEADS
+from tpu_experiments.objectives.base import objective_class
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.forms import Written
 from tpu_experiments.tasks.export.subject import Subject
+from tpu_experiments.training.card import PIPELINES
 
 
 def card_of(form: str, subject: Subject, written: Written) -> Card:
@@ -18,6 +21,8 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
     is_real = model.size == "full" and model.init != "random"
     # A checkpoint of PiSSA is written as B A - B0 A0, of twice its rank.
     parts = 2 if form == "peft" and subject.origin.reduced_with_seed is not None else 1
+    kind = objective_class(subject.origin.config)
+    use, meaning = kind.lines_of_use(subject.origin.config)
     return Card(
         form=form,
         name=str(run.get("name", subject.origin.config.name)),
@@ -34,6 +39,11 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
         # Where one source is not limited to a language, those of the others are not all.
         languages=sorted(name for name in languages if name) if None not in languages else [],
         notes=written.notes,
+        auto=HEADS[kind.head].auto.__name__,
+        pipeline=PIPELINES[kind.head],
+        labels={str(number): label for number, label in (subject.labels or {}).items()},
+        use=use,
+        meaning=meaning,
     )
 
 

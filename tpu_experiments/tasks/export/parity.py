@@ -118,6 +118,12 @@ class Parity:
     different_lines: int = 0
     """Lines that the export's tokenizer splits into other tokens."""
     first_different_line: str = ""
+    mean_score: float | None = None
+    """Of the trained model, over the documents, where it scores texts; it then has no perplexity, and differences of
+    log-probabilities are those of scores."""
+    export_mean_score: float | None = None
+    max_score_diff: float | None = None
+    """Largest absolute difference of a score."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of parity.json."""
@@ -156,13 +162,17 @@ class Reference:
         self.ids = [model.ids(line) for line in texts.lines]
         self.written = [model.greedy(prompt, num=num) for prompt in texts.prompts]
 
+    def set_base(self, model: Reader) -> None:
+        """Compute what the model that training began with says."""
+        self.base = self.of_some(model, name="base")
+
     def of_some(self, model: Reader, *, name: str) -> Account:
         """Return what a model says of the first documents."""
         return Account(model, self.texts.documents[:NUM_YARDSTICK], folder=self.folder / name)
 
 
 @dataclass
-class _Sums:
+class DocumentSums:
     """Sums over the tokens of a document, weighted by the trained model's probabilities where there are several."""
 
     tokens: int
@@ -181,14 +191,14 @@ class _Sums:
     """Squared difference of the trained model from the base."""
 
 
-def _sums(ids: list[int], ours: Tensor, theirs: Tensor, *, rounded: Tensor | None, base: Tensor | None) -> _Sums:
+def _sums(ids: list[int], ours: Tensor, theirs: Tensor, *, rounded: Tensor | None, base: Tensor | None) -> DocumentSums:
     common = min(ours.shape[1], theirs.shape[1])
     ours_TV, theirs_TV = ours[:-1, :common], theirs[:-1, :common]
     next_T1 = torch.tensor(ids[1:])[:, None]
     losses = [-float(log_probs.gather(1, next_T1).sum(dtype=torch.float64)) for log_probs in (ours_TV, theirs_TV)]
     difference_TV, weight_TV = ours_TV - theirs_TV, ours_TV.exp()
     is_finite = bool(difference_TV.isfinite().all())
-    found = _Sums(
+    found = DocumentSums(
         tokens=len(ids) - 1,
         trained=losses[0],
         export=losses[1],
@@ -234,9 +244,9 @@ def compare(
     found = _sums_of_documents(trained, export, rounded=rounded)
     sums_D3 = np.array([(sums.trained, sums.export, sums.tokens) for sums in found], dtype=np.float64)
     of_trained, of_export, tokens = sums_D3.sum(0)
-    interval, kept = ratio_interval(sums_D3), _kept(found)
+    interval, kept = ratio_interval(sums_D3), kept_of(found)
     largest = max(sums.largest for sums in found)
-    rounding, beyond = (_rms(found, name) for name in ("rounding", "beyond"))
+    rounding, beyond = (rms(found, name) for name in ("rounding", "beyond"))
     greedy = [export.greedy(prompt, num=trained.num) for prompt in trained.texts.prompts]
     split = [export.ids(line) for line in trained.texts.lines]
     different = [line for line, one, other in zip(trained.texts.lines, trained.ids, split, strict=True) if one != other]
@@ -244,7 +254,7 @@ def compare(
         *_worse_than(interval, limit=limit),
         *(_not_exact(largest) if is_exact and arithmetic == torch.float32 else ()),
         *_not_of_form(rounding, beyond, part=PART_WITH_INPUTS if rounds_inputs else PART_OF_ROUNDING),
-        *_not_kept(kept),
+        *not_kept(kept),
         *([f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens"] if different else ()),
     ]
     return Parity(
@@ -258,13 +268,13 @@ def compare(
         tokens=int(tokens),
         perplexity=math.exp(of_trained / tokens),
         export_perplexity=math.exp(of_export / tokens),
-        **_with_ends("perplexity_ratio", interval),
+        **with_ends("perplexity_ratio", interval),
         max_perplexity_ratio=limit,
         mean_kl=sum(sums.kl for sums in found) / float(tokens),
         max_log_prob_diff=largest,
         rounding=rounding,
         beyond_rounding=beyond,
-        **_with_ends("kept", kept),
+        **with_ends("kept", kept),
         same_greedy=sum(_same(one, other) for one, other in zip(trained.written, greedy, strict=True)),
         greedy=trained.num * len(greedy),
         lines=len(split),
@@ -273,7 +283,7 @@ def compare(
     )
 
 
-def _sums_of_documents(trained: Reference, export: Reader, *, rounded: Account | None) -> list[_Sums]:
+def _sums_of_documents(trained: Reference, export: Reader, *, rounded: Account | None) -> list[DocumentSums]:
     """Return the sums of every document, an export read once."""
     found = []
     for number, ids in enumerate(trained.texts.documents):
@@ -308,12 +318,12 @@ def _not_of_form(rounding: float | None, beyond: float | None, *, part: float) -
         )
 
 
-def _not_kept(kept: Estimate | None) -> Iterator[str]:
+def not_kept(kept: Estimate | None) -> Iterator[str]:
     if kept is not None and not (_ends(kept)[1] >= KEPT[0] and _ends(kept)[0] <= KEPT[1]):
         yield f"it holds {_told(kept, digits=2)} times what training changed, and {KEPT[0]} to {KEPT[1]} is allowed"
 
 
-def _with_ends(name: str, found: Estimate | None) -> dict[str, Any]:
+def with_ends(name: str, found: Estimate | None) -> dict[str, Any]:
     """Return the three fields of `Parity` that hold a value and its interval."""
     value, low, high = (None, None, None) if found is None else (found.value, found.low, found.high)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
@@ -334,16 +344,16 @@ def _told(found: Estimate, *, digits: int) -> str:
     return f"{found.value:.{digits}f}{interval}"
 
 
-def _rms(found: Sequence[_Sums], name: str) -> float | None:
+def rms(found: Sequence[DocumentSums], name: str) -> float | None:
     """Return the root mean square over tokens of the documents that have it."""
     known = [(value, sums.tokens) for sums in found if (value := getattr(sums, name)) is not None]
     total, tokens = (sum(column) for column in zip(*known, strict=True)) if known else (0.0, 0)
     return math.sqrt(total / tokens) if tokens else None
 
 
-def _kept(found: Sequence[_Sums]) -> Estimate | None:
+def kept_of(found: Sequence[DocumentSums]) -> Estimate | None:
     """Return the part of training's effect that the export holds; None where there is no effect in float32."""
-    effect = _rms(found, "effect")
+    effect = rms(found, "effect")
     if effect is None or effect < FLOAT32_RMS:
         return None
     sums_D2 = np.array([(sums.along, sums.effect) for sums in found if sums.effect is not None], dtype=np.float64)

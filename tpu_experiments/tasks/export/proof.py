@@ -5,6 +5,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -13,9 +14,9 @@ import torch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import OF_ROUNDED, LoraConfig
 from tpu_experiments.config.schema import Config
-from tpu_experiments.config.targets import locate
 from tpu_experiments.config.task_schema import EvaluateTaskConfig, WrittenFormsConfig
 from tpu_experiments.models.adapters.low_rank_qat import input_settings
+from tpu_experiments.objectives.base import model_source
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.storage.run_folder import with_settings_of_run
 from tpu_experiments.tasks.evaluate.inputs import NothingHeldOut, evaluation_inputs
@@ -25,6 +26,7 @@ from tpu_experiments.tasks.export.forms import Copy
 from tpu_experiments.tasks.export.parity import Account, Parity, Reference, Texts, compare
 from tpu_experiments.tasks.export.readers import TrainedModel
 from tpu_experiments.tasks.export.rounding import round_weights
+from tpu_experiments.tasks.export.scores import Scorer, ScoreReference, Scores, compare_scores
 from tpu_experiments.tasks.export.subject import Subject
 from tpu_experiments.tasks.generate.origin import Origin
 from tpu_experiments.training.batches import stages_with_data
@@ -69,12 +71,15 @@ def texts_of(subject: Subject, config: Config) -> Texts:
     long = [documents[index] for index in order if len(documents[index]) > 1]
     if not long:
         raise ConfigError("no held-out document has two tokens")
-    chosen = [ids[: task.parity.tokens] for ids in long[: task.parity.documents]]
+    chosen = long[: task.parity.documents]
+    if subject.labels is None:  # a score is that of a whole text
+        chosen = [ids[: task.parity.tokens] for ids in chosen]
     lines = list(HARD_LINES)
     for ids in long:
         text = str(subject.tokenizer.decode(ids, skip_special_tokens=True))
         lines += [line[:MAX_LINE] for line in text.splitlines() if line.strip()]
-    prompts = [ids[: max(1, min(MAX_PROMPT, len(ids) // 2))] for ids in chosen[: task.parity.prompts]]
+    continued = chosen[: task.parity.prompts] if subject.labels is None else []
+    prompts = [ids[: max(1, min(MAX_PROMPT, len(ids) // 2))] for ids in continued]
     names = ", ".join(subject.config.data) if task.run is None else f"of {task.run}"
     return Texts(chosen, lines[: task.parity.lines], prompts, f"{split} documents {names}")
 
@@ -102,7 +107,7 @@ class Proof:
         self.arithmetic: torch.dtype | None = None
         self.refusal = ""
         """Why nothing is compared; empty while it can be."""
-        self._reference: Reference | None = None
+        self._reference: Reference | ScoreReference | None = None
         self._folder = ExitStack()
 
     def __enter__(self) -> "Proof":
@@ -121,6 +126,15 @@ class Proof:
         try:
             export = copy.read(folder, self.arithmetic)
             log.info("%s: %s reads it", copy.label, export.name)
+            if isinstance(trained, ScoreReference):
+                return compare_scores(
+                    trained,
+                    cast(Scorer, export),
+                    form=copy.label,
+                    arithmetic=self.arithmetic,
+                    is_exact=copy.is_exact,
+                    rounded=cast(Scores | None, rounded),
+                )
             return compare(
                 trained,
                 export,
@@ -128,7 +142,7 @@ class Proof:
                 arithmetic=self.arithmetic,
                 is_exact=copy.is_exact,
                 max_ratio=self.subject.task.parity.max_perplexity_ratio,
-                rounded=rounded,
+                rounded=cast(Account | None, rounded),
                 rounds_inputs=copy.rounds_inputs,
             )
         except ImportError as error:
@@ -138,7 +152,7 @@ class Proof:
             reason = " ".join(str(error).split())[:300]
             return Parity(copy.label, "worse", f"it cannot be read back ({type(error).__name__}: {reason})")
 
-    def _trained(self) -> Reference | None:
+    def _trained(self) -> Reference | ScoreReference | None:
         if self._reference is not None or self.refusal:
             return self._reference
         subject = self.subject
@@ -155,10 +169,14 @@ class Proof:
         log.info("computing what the trained model and its base say of %d documents", len(texts.documents))
         folder = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="parity_")))
         model = self._model(subject.origin)
-        reference = Reference(model, texts, num=subject.task.parity.max_new_tokens, folder=folder)
+        reference: Reference | ScoreReference = (
+            Reference(model, texts, num=subject.task.parity.max_new_tokens, folder=folder)
+            if subject.labels is None
+            else ScoreReference(model, texts)
+        )
         del model  # one model is in memory at a time
         if subject.origin.trained:
-            reference.base = reference.of_some(self._model(_base_of(subject.origin)), name="base")
+            reference.set_base(self._model(_base_of(subject.origin)))
         self._reference = reference
         return reference
 
@@ -166,14 +184,14 @@ class Proof:
         subject = self.subject
         widened = replace(origin.config.model, dtype=str(self.arithmetic).removeprefix("torch."))
         return TrainedModel(
-            locate(widened._target_, key="model")(widened, seed=origin.config.seed),
+            model_source(replace(origin.config, model=widened)),
             origin=origin,
             stored=subject.source.dtype,
             runtime=EagerRuntime(replace(self.config.hw, device="cpu", runtime="eager", num_devices=1)),
             tokenizer=subject.tokenizer,
         )
 
-    def _rounded(self, trained: Reference, copy: Copy) -> Account | None:
+    def _rounded(self, trained: Reference | ScoreReference, copy: Copy) -> Account | Scores | None:
         """Return what the trained model with the form's rounding says; None where that cannot be told."""
         model = self.subject.source.model
         rounds_inputs = model.base_activations == "int8" or input_settings(model) is not None

@@ -6,7 +6,7 @@ V vocabulary.
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,7 +25,8 @@ from transformers.utils import logging as library_log
 
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.families.classification import last_scores
+from tpu_experiments.models.huggingface import CLASSIFIER, HEADS, HuggingFaceModel
 from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.passes.generation import Decoder
 from tpu_experiments.models.sources.frozen import build_frozen
@@ -90,10 +91,12 @@ class TrainedModel:
     @torch.no_grad()
     def log_probs(self, ids: Sequence[int]) -> Tensor:
         """Return the log-probabilities (T, V) of the token after each of `ids`."""
-        ids_1T = torch.tensor([list(ids)], dtype=torch.int32)
-        positions = torch.arange(len(ids), dtype=torch.int32)[None]
-        batch = {"ids": ids_1T, "positions": positions, "segments": torch.ones_like(ids_1T)}
-        return torch.log_softmax(logits_of(self.module, {}, batch)[0].to(torch.float32), -1)
+        return torch.log_softmax(logits_of(self.module, {}, _row_of(ids))[0].to(torch.float32), -1)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int]) -> float:
+        """Return what a decoder that scores texts gives this one."""
+        return float(last_scores(self.module, {}, _row_of(ids), num=1))
 
     def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
         """Return the likeliest continuation, by the decoder of task=generate."""
@@ -112,6 +115,7 @@ class TransformersModel:
             brings is run where the run allowed it.
         dtype: of the arithmetic; of a quantised model, of what is not quantised.
         module: transformers' class with the folder's weights, where transformers itself cannot read them.
+        labels: names of the outputs of a model that scores texts, by number; None for one that writes text.
 
     Raises:
         ImportError: PEFT, or the library of a quantised form, is not installed.
@@ -126,13 +130,15 @@ class TransformersModel:
         revision: str | None = None,
         base: ModelConfig | None = None,
         module: nn.Module | None = None,
+        labels: Mapping[int, str] | None = None,
     ) -> None:
         self.name, self.compiling = f"transformers {transformers.__version__}", "default"
         if module is not None:
             self.model: Any = module
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             return
-        options: dict[str, Any] = {}  # None as `quantization_config` would hide the one in config.json
+        auto, heads = (AutoModelForCausalLM, {}) if labels is None else (HEADS[CLASSIFIER].auto, {"id2label": labels})
+        options: dict[str, Any] = {**heads}  # None as `quantization_config` would hide the one in config.json
         trust = base is not None and base.remote_code == "run"
         config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust)
         stored = getattr(config, "quantization_config", None) or {}
@@ -149,7 +155,7 @@ class TransformersModel:
         if stored.get("quant_method") == "bitsandbytes" or "quantization_config" in options:
             options["device_map"] = {"": "cpu"}  # else transformers puts quantised weights on a GPU, if there is one
         with _quiet():
-            self.model = AutoModelForCausalLM.from_pretrained(
+            self.model = auto.from_pretrained(
                 folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
             )
             _compute_in(self.model, dtype)
@@ -175,6 +181,11 @@ class TransformersModel:
         with torch.compiler.set_stance(self.compiling):
             logits: Tensor = self.model(input_ids=torch.tensor([list(ids)])).logits
         return torch.log_softmax(logits[0].to(torch.float32), -1)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int]) -> float:
+        """Return the only logit of a text, of a model that scores texts."""
+        return float(self.model(input_ids=torch.tensor([list(ids)])).logits[0, 0])
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], *, num: int) -> list[int]:
@@ -226,6 +237,13 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters() if four_bit else ():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def _row_of(ids: Sequence[int]) -> dict[str, Tensor]:
+    """Return a batch of one row that is one text."""
+    ids_1T = torch.tensor([list(ids)], dtype=torch.int32)
+    positions = torch.arange(len(ids), dtype=torch.int32)[None]
+    return {"ids": ids_1T, "positions": positions, "segments": torch.ones_like(ids_1T)}
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """The comparisons as parity.json, parity.md and the table that the command prints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tpu_experiments.config.escaping import for_markdown
@@ -24,10 +24,30 @@ COLUMNS = (
 )
 
 
-def row_of(parity: Parity) -> tuple[str, ...]:
-    """Return the cells of `COLUMNS`."""
+OF_SCORES = ("form", "verdict", "score", "kept", "rounding", "beyond", "difference", "lines", "read by")
+"""Columns of a model that scores texts."""
+
+
+def columns_of(parities: Iterable[Parity]) -> tuple[str, ...]:
+    """Return the titles of the columns."""
+    return COLUMNS if all(parity.mean_score is None for parity in parities) else OF_SCORES
+
+
+def row_of(parity: Parity, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the cells of `columns_of`."""
+    if parity.mean_score is not None:
+        return (
+            parity.form,
+            parity.verdict,
+            f"{parity.export_mean_score:.4f}",
+            "" if parity.kept is None else f"{parity.kept:.4f}",
+            *("" if value is None else f"{value:.1e}" for value in (parity.rounding, parity.beyond_rounding)),
+            f"{parity.max_score_diff:.2e}",
+            f"{parity.lines - parity.different_lines}/{parity.lines}",
+            parity.reader,
+        )
     if parity.perplexity_ratio is None:
-        return (parity.form, parity.verdict, *[""] * (len(COLUMNS) - 2))
+        return (parity.form, parity.verdict, *[""] * (len(columns) - 2))
     return (
         parity.form,
         parity.verdict,
@@ -52,9 +72,11 @@ def _interval(parities: Sequence[Parity]) -> str:
 
 def as_table(found: Mapping[str, Sequence[Parity]]) -> str:
     """Return what the command prints: a row for each copy of the model, and the folders."""
-    lines = [aligned([COLUMNS, *(row_of(parity) for parities in found.values() for parity in parities)])]
+    every = [parity for parities in found.values() for parity in parities]
+    columns = columns_of(every)
+    lines = [aligned([columns, *(row_of(parity, columns) for parity in every)])]
     lines += [line for parities in found.values() if (line := _interval(parities).strip())]
-    lines += [f"{p.form}: {p.reason}" for parities in found.values() for p in parities if p.reason]
+    lines += [f"{p.form}: {p.reason}" for p in every if p.reason]
     return "\n".join([*lines, *found])
 
 
@@ -69,13 +91,13 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
     Args:
         files: `bytes` and `sha256` of each file, by name.
     """
-    first = parities[0]
+    first, columns = parities[0], columns_of(parities)
     lines = [
         "# Parity with the trained model",
         "",
-        markdown_line(COLUMNS),
-        markdown_line(["---"] * len(COLUMNS)),
-        *(markdown_line([for_markdown(cell) for cell in row_of(parity)]) for parity in parities),
+        markdown_line(columns),
+        markdown_line(["---"] * len(columns)),
+        *(markdown_line([for_markdown(cell) for cell in row_of(parity, columns)]) for parity in parities),
         "",
         *(f"* {parity.form}: {for_markdown(parity.reason)}." for parity in parities if parity.reason),
         *[""][: any(parity.reason for parity in parities)],
@@ -92,6 +114,16 @@ def as_markdown(parities: Sequence[Parity], *, files: Mapping[str, Mapping[str, 
             "vocabulary. `greedy`: tokens of continuations that are equal before the first that differs. `lines`: "
             "lines of text that both tokenizers split alike."
             f"{_interval(parities)}",
+            "",
+        ]
+    if first.mean_score is not None:
+        lines += [
+            f"Compared in {first.arithmetic} on {first.documents} whole {for_markdown(first.data)}, to which the "
+            f"trained model gives a mean score of {first.mean_score:.4f}. `score`: that of the files. `kept`: part of "
+            "training's effect that the files hold, 1 for all. `rounding`: what the form's own rounding does to the "
+            "trained model's scores, root mean square; `beyond`: difference of the files' scores from those. "
+            "`difference`: largest of a score from the trained model's. `lines`: lines of text that both tokenizers "
+            "split alike.",
             "",
         ]
     lines += ["| file | bytes | SHA-256 |", "| --- | --- | --- |"]

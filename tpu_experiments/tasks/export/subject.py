@@ -1,6 +1,7 @@
 """What is exported: the trained weights, their base, the tokenizer, and the folder of the forms."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from tpu_experiments.export.generation import generation_config, model_config
 from tpu_experiments.export.weights import WholeModel, whole_model
 from tpu_experiments.models.adapters.lora import adapter_weights, fingerprint
 from tpu_experiments.models.huggingface import DTYPES, HuggingFaceModel
-from tpu_experiments.objectives.base import model_source, writes_text
+from tpu_experiments.objectives.base import model_source, scores_texts, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.generate.origin import Origin, origin_of
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -43,6 +44,10 @@ OF_LINEAR = {
 """By `model.linear`, the forms beside `merged` that its weights have, and why no others."""
 
 
+OF_SCORES = ("peft", "merged")
+"""Forms of decoders that give scores; the others are of decoders that write text."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """Everything that is exported."""
@@ -68,6 +73,11 @@ class Subject:
         whole = ["merged"] if self.origin.lora.r == 0 else ["peft", "merged"]
         whole = ["lr_qat"] if self.is_rounded else whole
         return list(dict.fromkeys(self.task.forms or whole))
+
+    @property
+    def labels(self) -> Mapping[int, str] | None:
+        """Names of the outputs of a model that scores texts, by number; None of one that writes text."""
+        return dict(self.source.config.id2label) if scores_texts(self.origin.config) else None
 
     @property
     def is_rounded(self) -> bool:
@@ -139,10 +149,7 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
         raise ConfigError("task=export; it needs task.run=FOLDER of a run, or task.adapter=FOLDER with model=NAME.")
     origin = origin_of(config, task)
     if not writes_text(origin.config):
-        raise ConfigError(
-            f"{origin.text} was trained with objective={origin.config.objective.name}; task={task.name} compares what "
-            "decoders write; the run's own model/ is what transformers' class for it loads, as it is."
-        )
+        _require_scores(task, origin)
     source = model_source(origin.config)
     if needs_training and not origin.trained:
         raise ConfigError(f"{origin.text}; it has no trained weights; name a run with task.run=.")
@@ -177,8 +184,43 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
     tokenizer = load_run_tokenizer(origin.config)
     model = replace(model, config=model_config(source, tokenizer=tokenizer))
     kinds = origin.kinds or {source.kind for source in origin.config.data.values()}
-    generation = generation_config(source, tokenizer=tokenizer, learns_turns=not kinds <= {"text"})
+    generation = generation_config(
+        source, tokenizer=tokenizer, learns_turns=not kinds <= {"text"}, writes_text=writes_text(origin.config)
+    )
     return Subject(origin.config, task, origin, source, model, tokenizer, place, generation)
+
+
+def _require_scores(task: WrittenFormsConfig, origin: Origin) -> None:
+    """Require a model that writes no text to be one whose scores are compared, and the forms to be those it has.
+
+    Raises:
+        ConfigError: it is of another kind, or a form has no such head.
+    """
+    trained = f"{origin.text} was trained with objective={origin.config.objective.name}"
+    if not scores_texts(origin.config):
+        raise ConfigError(
+            f"{trained}; task={task.name} compares what decoders write or score; the run's own model/ is what "
+            "transformers' class for it loads, as it is."
+        )
+    linear = origin.config.model.linear
+    if not isinstance(task, ExportTaskConfig) or (linear == "lr_qat" and origin.lora.r):
+        raise ConfigError(
+            f"{trained}"
+            + (f" and model.linear={linear}" if isinstance(task, ExportTaskConfig) else "")
+            + f"; task={task.name} quantises models that write text alone; of plain weights, task=export writes "
+            f"{' and '.join(OF_SCORES)}."
+        )
+    wrong = [form for form in task.forms if form not in OF_SCORES]
+    if wrong:
+        raise ConfigError(
+            f"task.forms has {wrong[0]}, and {trained}, whose model gives scores; leave it out: its forms are "
+            f"{' and '.join(OF_SCORES)}."
+        )
+    if task.parity.max_perplexity_ratio is not None:
+        raise ConfigError(
+            f"task.parity.max_perplexity_ratio={task.parity.max_perplexity_ratio}; {trained}, whose scores have no "
+            "perplexity; leave it out."
+        )
 
 
 def _linear_of(model: ModelConfig) -> str | list[str | int]:
