@@ -1,6 +1,7 @@
 """A reward that is another at every call, and fails now and then, for the tests."""
 
 import random
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ def drawn(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     if number < 0.125:
         raise ValueError("no luck")
     return number
+
+
+def marked(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """A number of the text, another for any other."""
+    return zlib.crc32(completion.encode()) / 2**32
 
 
 def never(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

@@ -140,7 +140,7 @@ def test_what_a_checkpoint_names_must_be_there(whole, tmp_path) -> None:
     done = run(*EAGER, DRAWN, output_dir=tmp_path, as_typed=True)
     assert done.returncode == 1
     assert f"error: {path}; it is missing, and the parameters that wrote these answers are gone" in done.stderr
-    path.write_bytes(content[:-1] + b"\x01")
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     done = run(*EAGER, DRAWN, output_dir=tmp_path, as_typed=True)
     assert done.returncode == 1
     assert f"error: {path}; the file is damaged" in done.stderr
@@ -159,6 +159,25 @@ def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_pat
     np.testing.assert_allclose(found.old_logps_NT[learnt_NT], found.sampler_logps_NT[learnt_NT], atol=2e-4)
     start = load_file(tmp_path / "own" / "rollouts" / "start.safetensors")
     assert not any(tensor.any() for name, tensor in start.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_held_out_answers_are_of_the_averages_that_are_exported(tmp_path) -> None:
+    kept = ("name=", "lora=", "optim.lr", "reward=", "rollout.rewards", "objective.beta")
+    words = [word for word in COMMON if not word.startswith(kept)]
+    words += [
+        "lora=none",
+        "optim.lr=1e-2",
+        "+rollout.rewards={marked: {function: tests.rewards.drawn.marked}}",
+    ]
+    found = finished(*words, "optim.ema=0.9", "name=own", output_dir=tmp_path / "own", as_typed=True)
+    assert found["num_compiles"] == found["expected_programs"] == 7
+    assert found["compiles_after_warmup"] == 0
+    begin = (f"model.path={tmp_path / 'own' / 'own' / 'model'}", "hw.runtime=eager", "name=again")
+    again = finished(*words, *begin, output_dir=tmp_path / "again", as_typed=True)
+    assert again["eval_loss_before"] == pytest.approx(found["eval_loss"], abs=1e-5)
+    assert again["eval_measures_before"]["rewards/marked"] == pytest.approx(found["eval_measures"]["rewards/marked"])
 
 
 def test_no_answer_with_a_reward_ends_the_run_in_one_sentence(tmp_path) -> None:

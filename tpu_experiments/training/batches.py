@@ -651,6 +651,8 @@ def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> di
     if config.rollout.sampler == "own":
         bucket, num = prompt_bucket(inputs, config), config.rollout.num_rows
         found["merge"] = {()}
+        if config.optim.ema:
+            found["merge averages"] = {()}
         found[f"read {bucket}"] = {(num, bucket)}
         if config.rollout.max_new_tokens > 1:
             found[f"write {bucket}"] = {(num, tokens_per_call(config))}

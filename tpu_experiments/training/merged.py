@@ -5,6 +5,7 @@ float32. Read so for every token, they would be sliced, gathered and cast for ev
 program, in the model's data type, as often as the parameters have changed."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.sources.build import BuiltModel, describe, placed_buffers
 from tpu_experiments.optim.ema import held_of
-from tpu_experiments.runtime.base import Batch, Runtime
+from tpu_experiments.runtime.base import Batch, Program, Runtime
 from tpu_experiments.runtime.ops import in_use
 from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, unstacked
 
@@ -26,7 +27,7 @@ class MergedCopy:
 
     Args:
         model: in training.
-        parameters: what its trainable parameters are replaced by, such as averages; None: nothing.
+        averages: of its trainable parameters, which the copy can be filled with too; None: there are none.
     """
 
     def __init__(
@@ -35,10 +36,9 @@ class MergedCopy:
         *,
         lora: LoraConfig,
         runtime: Runtime,
-        parameters: Mapping[str, Tensor] | None = None,
+        averages: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.runtime = model, runtime
-        self.parameters = model.trainable if parameters is None else parameters
         self.module, _ = describe(model.source, lora=lora)
         self.module.requires_grad_(False)
         self.scales = merged_linears(self.module)
@@ -50,13 +50,20 @@ class MergedCopy:
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
         self.tensors: dict[str, Tensor] = {}
         """The copy's weights by name; empty before the first `refresh` and after `release`."""
-        self.program = runtime.program(self.merged, name="merge", held=lambda: held_of(self.parameters))
+        self.program = self._program(model.trainable, name="merge")
+        self.program_of_averages = None if averages is None else self._program(averages, name="merge averages")
 
-    def refresh(self) -> None:
-        """Fill the copy with the current parameters; the one before is freed first."""
+    def _program(self, parameters: Mapping[str, Tensor], *, name: str) -> Program[dict[str, Tensor]]:
+        merged = partial(self.merged, parameters=parameters)
+        return self.runtime.program(merged, name=name, held=lambda: held_of(parameters))
+
+    def refresh(self, *, is_average: bool = False) -> None:
+        """Fill the copy with the current parameters, or their averages; the one before is freed first."""
         self.release()
+        program = self.program_of_averages if is_average else self.program
+        assert program is not None, "there are averages"
         with torch.no_grad():
-            self._hold(self.program({}))
+            self._hold(program({}))
 
     def release(self) -> None:
         """Free the copy: the module has no weights until it is filled again."""
@@ -71,12 +78,16 @@ class MergedCopy:
                 path, _, leaf = place.rpartition(".")
                 self.module.get_submodule(path)._parameters[leaf] = held
 
-    def merged(self, batch: Batch) -> dict[str, Tensor]:
+    def merged(self, batch: Batch, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the copy's weights by name; the program, which reads parameters and no batch."""
         frozen = {name: p for name, p in self.model.module.named_parameters() if not p.is_meta}
-        trained = unstacked(dict(self.parameters))
+        trained = unstacked(dict(parameters))
         own = unstacked(frozen) | trained
-        return {name: self._whole(name, self._value(name, own, is_trained=name in trained)) for name in self.shapes}
+        values = {name: self._value(name, own, is_trained=name in trained) for name in self.shapes}
+        for name in trained.keys() & values.keys():
+            if values[name].dtype == trained[name].dtype:
+                values[name] = values[name] * 1  # a tensor of its own: a step writes over the parameter's
+        return {name: self._whole(name, value) for name, value in values.items()}
 
     def _value(self, name: str, own: Mapping[str, Tensor], *, is_trained: bool) -> Tensor:
         """Return a weight with its adapter in it, rounded once, and without the columns of a padded one."""

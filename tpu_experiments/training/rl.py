@@ -77,7 +77,7 @@ class Sampler(Protocol):
     """What writes answers."""
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
-        """Take the current parameters, those after `version` optimizer steps of the run."""
+        """Take the parameters, or the averages that evaluations use, after `version` optimizer steps of the run."""
         ...
 
     def sample(
@@ -101,7 +101,8 @@ class OwnSampler:
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
         config, inputs = trainer.config, trainer.inputs
-        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime)
+        self._averages = trainer.evaluated_parameters if config.optim.ema else None
+        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime, averages=self._averages)
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(
@@ -117,8 +118,8 @@ class OwnSampler:
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], version: int) -> None:
-        """Copy the current weights, with the adapters in them, until `sample` has ended."""
-        self._copy.refresh()
+        """Copy the weights, with the adapters in them, until `sample` has ended."""
+        self._copy.refresh(is_average=parameters is self._averages)
 
     def close(self) -> None:
         """Do nothing: all of it ends with the process."""
@@ -279,6 +280,8 @@ class PolicyTrainer(Trainer):
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""
         number = self.progress.step - self.progress.stage_step + first
+        self.wait_and_record()
+        self.raise_requested_rollback()  # which would remove these answers
         with self.idle(), self.watch.measure("rollout"):
             found = self.stored(number)
             if self.runtime.any_process(found is None):
@@ -298,13 +301,18 @@ class PolicyTrainer(Trainer):
     def stored(self, number: int) -> Rollout | None:
         """Return a rollout that is written, whole and as the checkpoint has it; None where there is none.
 
+        One that no checkpoint names is none where it was sampled behind another number of rollbacks.
+
         Raises:
             TrainingStopped: it is damaged, or another than the checkpoint names.
         """
+        sha256 = self.progress.rollouts.get(str(number))
         try:
-            return self.store.read(number, sha256=self.progress.rollouts.get(str(number)))
+            found = self.store.read(number, sha256=sha256)
         except DamagedFile as error:
             raise TrainingStopped(str(error)) from error
+        is_ours = found is None or sha256 is not None or found.rollbacks == self.progress.guard.rollbacks
+        return found if is_ours else None
 
     def sampled(self, stage: Stage, rows: ReplayedRows, *, first: int, number: int) -> Rollout:
         """Sample an iteration with the current parameters, have it rewarded, and score it where the loss reads that."""
@@ -367,6 +375,7 @@ class PolicyTrainer(Trainer):
             rewards_NF=np.zeros((num, 0)),
             reward_names=(),
             prompt_index_N=index_N.astype(np.int32),
+            rollbacks=self.progress.guard.rollbacks,
         )
 
     def scored(self, made: Rollout, stage: Stage) -> Rollout:
@@ -493,7 +502,7 @@ class PolicyTrainer(Trainer):
         prompts = self.inputs.prompts[self.inputs.stages[-1].name].held_out[: self.config.trainer.max_eval_rows]
         if not prompts:
             return found
-        self.sampler.prepare(self.parameters, self.progress.step)
+        self.sampler.prepare(self.evaluated_parameters, self.progress.step)
         with evaluating(self.model.module):
             asked, step = [prompt.ids for prompt in prompts], self.progress.step
             written = self.sampler.sample(asked, draws=[0] * len(asked), iteration=step, temperature=0.0)

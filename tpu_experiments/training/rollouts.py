@@ -54,6 +54,8 @@ class Rollout:
     """By the model when the iteration began; None where the loss does not read them."""
     start_logps_NT: NDArray[np.float32] | None = None
     """By the model as the run started; None where the loss does not read them."""
+    rollbacks: int = 0
+    """How often the run had gone back before; one that is killed behind a rollback may go that way once more."""
 
     def answer_ids(self, row: int) -> list[int]:
         """Return the tokens of an answer, its end mark included."""
@@ -96,7 +98,7 @@ class Rollout:
 
 
 ARRAYS = tuple(field.name for field in fields(Rollout) if field.name.endswith(("_N", "_NT", "_NF")))
-FACTS = ("iteration", "version", "reward_names")
+FACTS = ("iteration", "version", "reward_names", "rollbacks")
 
 
 class RolloutStore:
@@ -113,7 +115,8 @@ class RolloutStore:
         """Write a rollout atomically, and return the SHA-256 of its file; the same values yield the same bytes."""
         arrays = {name: getattr(rollout, name) for name in ARRAYS if getattr(rollout, name) is not None}
         held = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        facts = json.dumps({name: getattr(rollout, name) for name in FACTS})
+        given = {name: getattr(rollout, name) for name in FACTS if name != "rollbacks" or rollout.rollbacks}
+        facts = json.dumps(given)
         content = sealed(b"".join(tensors.chunks_of(held, metadata={SEAL: UNSEALED, "facts": facts})))
         paths.make_dirs(self.folder)
         paths.write_bytes_atomic(self.path(rollout.iteration), content)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,14 +229,12 @@ def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
 
 def lowered_merge(trainer: Any) -> Lowered:
     """Lower the program that makes a copy of the current weights to write answers with."""
-    copy = MergedCopy(
-        trainer.model, lora=trainer.config.lora, runtime=trainer.runtime, parameters=trainer.evaluated_parameters
-    )
+    own = trainer.evaluated_parameters
+    copy = MergedCopy(trainer.model, lora=trainer.config.lora, runtime=trainer.runtime, averages=own)
+    merged, as_run = partial(copy.merged, parameters=own), copy.program_of_averages
     unread = {"none": torch.empty(1, device="meta")}
     with torch.no_grad():
-        lowered: Lowered = trainer.runtime.lower(
-            copy.merged, name="merge", batch=unread, rows_dim=-1, as_run=copy.program
-        )
+        lowered: Lowered = trainer.runtime.lower(merged, name="merge", batch=unread, rows_dim=-1, as_run=as_run)
     return lowered
 
 
