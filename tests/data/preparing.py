@@ -31,9 +31,13 @@ def chat_source(path, **values):
     return DataSourceConfig(path=str(path), kind="chat", **values)
 
 
-def prepared(sources, *, folder, tokenizer, seq_lens=(64,), data_size="full", readers=None, verify="rows", **settings):
-    """`prepare` with the settings of `prepare.*` as keywords."""
-    preparation = Preparation(PrepareConfig(**settings), str(folder), tokenizer, readers or {}, verify=verify)
+def prepared(
+    sources, *, folder, tokenizer, seq_lens=(64,), data_size="full", readers=None, verify="rows", own=None, **settings
+):
+    """`prepare` with the settings of `prepare.*` as keywords, and those of `Preparation` in `own`."""
+    preparation = Preparation(
+        PrepareConfig(**settings), str(folder), tokenizer, readers or {}, verify=verify, **own or {}
+    )
     return prepare(sources, data_size=data_size, seq_lens=seq_lens, preparation=preparation)
 
 

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.data import trl_pairs
-from tests.data.preparing import REPOSITORY, all_rows, prepared, write_lines
+from tests.data.preparing import REPOSITORY, all_rows, digests, prepared, write_lines
 from tests.data.readers import read
 from tests.data.small_tokenizers import byte_level, with_template
 from tests.data.templates import QWEN25
@@ -27,7 +27,7 @@ from tpu_experiments.data.batches import Batch
 from tpu_experiments.data.documents import Document
 from tpu_experiments.data.steps.blocks import read_texts
 from tpu_experiments.data.steps.pack import FlatTokens, flatten, pack
-from tpu_experiments.data.steps.pairs import cut_prompts
+from tpu_experiments.data.steps.pairs import MARGIN, cut_prompts
 from tpu_experiments.data.tokens.tokenize import CUT, LEARN, SECOND, DocumentTokenizer, Tokens, tokenize_pairs
 
 WORDS = ["casa", "masa", "apa", "drum", "munte", "soare", "lună", "stea", "floare", "pădure"]
@@ -355,6 +355,56 @@ def test_kept_documents_are_read_back_as_the_same_pairs(tmp_path, tokenizer):
     assert [(each.content, each.scores) for each in again] == [(each.content, each.scores) for each in first]
     texts = read_texts(str(kept.parent), kept.stem)
     assert texts[1] == [text for half in (first[1], first[1].rejected) for _, text in half.messages]
+
+
+OF_MARGINS = {"reads_margin": True, "arrays": (MARGIN,)}
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_margins_are_at_the_last_tokens_of_their_pairs(tmp_path, tokenizer, packing):
+    """Also of pairs whose prompts are cut; data prepared without margins lies beside, and is found again."""
+    rows = [pair_row(number, words=1 + number % 7) | {"margin": 0.5 + number / 8} for number in range(40)]
+    rows[3]["prompt"], rows[4]["margin"] = " ".join(WORDS * 20), "-1.25"
+    source = pair_source(write_lines(tmp_path / "a.jsonl", rows), eval_fraction=0.0, test_fraction=0.0)
+    common = {"folder": tmp_path, "tokenizer": tokenizer, "seq_lens": (128,), "packing": packing}
+    plain_one = prepared({"x": source}, **common)["x"]
+    assert plain_one.manifests[128]["not_read"] == {"margin": 40}
+    before = digests(plain_one.folders[128])
+    found = prepared({"x": source}, own=OF_MARGINS, documents="keep", **common)["x"]
+    assert found.arrays(128) == (MARGIN,)
+    assert found.manifests[128]["not_read"] == {}
+    packed, margins = all_rows(found, "train", 128), []
+    for ids, segments, margin in zip(packed.ids_NT, packed.segments_NT, packed.more["margin"], strict=True):
+        last = np.flatnonzero((segments > 0) & (segments % 2 == 0) & (segments != np.append(segments[1:], 0)))
+        assert not np.delete(margin, last).any()
+        text = tokenizer.decode(ids)
+        numbers = [int(number) for number in re.findall(r"Nu (\d+),", text)]
+        assert margin[last].tolist() == [-1.25 if number == 4 else 0.5 + number / 8 for number in numbers]
+        margins += numbers
+    assert sorted(margins) == list(range(40))
+    (kept,) = tmp_path.rglob("*.parquet")
+    again = read(kept, kind="preference", format="auto", reads_margin=True)
+    assert [each.margin for each in again][3:6] == [0.875, -1.25, 1.125]
+    assert prepared({"x": source}, **common)["x"].folders == plain_one.folders
+    assert digests(plain_one.folders[128]) == before
+
+
+@pytest.mark.parametrize("value", [None, "mult", True, float("inf"), [1.0], "lipsă"])
+def test_a_margin_that_is_no_number_is_told_with_its_column(tmp_path, tokenizer, value):
+    rows = [pair_row(number) | {"how_much": 1} for number in range(8)]
+    rows[5]["how_much"] = value
+    if value == "lipsă":
+        del rows[5]["how_much"]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    source = pair_source(path, eval_fraction=0.0, test_fraction=0.0, fields={"margin": "how_much"})
+    shown = "null" if value == "lipsă" else re.escape(json.dumps(value))
+    with pytest.raises(
+        ConfigError, match=rf"line 6 of a.jsonl has {shown} in 'how_much', which objective.margin=true reads as"
+    ):
+        prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,), own=OF_MARGINS)
+    source.on_bad_row = "skip"
+    found = prepared({"x": source}, folder=tmp_path, tokenizer=tokenizer, seq_lens=(128,), own=OF_MARGINS)["x"]
+    assert found.manifests[128]["documents_reported"] == {"bad_margin": 1}
 
 
 def test_a_reader_of_the_users_own_gives_pairs(tmp_path, tokenizer):

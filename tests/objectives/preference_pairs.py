@@ -98,6 +98,14 @@ def of_orpo(pairs: list[Pair]) -> dict[str, Any]:
     return made
 
 
+def with_margins(rows: dict[str, Tensor], margins_D: Tensor) -> dict[str, Tensor]:
+    """The array of the pairs' margins, each at the last token of its second segment, in the order of the rows."""
+    segments, margin = rows["segments"], torch.zeros(rows["ids"].shape)
+    ends = (segments != torch.roll(segments, -1, 1)) & (segments > 0) & (segments % 2 == 0)
+    margin[ends] = margins_D
+    return {"margin": margin}
+
+
 def of_reward(pairs: list[Pair]) -> dict[str, Any]:
     """The batch of TRL's collator of reward models: chosen answers, then rejected ones."""
     both = [p + c for p, c, _ in pairs] + [p + r for p, _, r in pairs]

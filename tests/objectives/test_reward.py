@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.objectives.preference_pairs import made_pairs, packed, padded, swapped
+from tests.objectives.preference_pairs import made_pairs, packed, padded, swapped, with_margins
 from tests.objectives.test_preference import batch_of, make_run, moved  # noqa: F401
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.objectives.base import model_source
@@ -43,6 +43,12 @@ def test_the_loss_of_a_pair_is_that_of_its_formula(center):
     scores = torch.tensor([[[1.5, -0.25], [-3.0, 2.0]]])
     wanted = [math.log1p(math.exp(r - c)) + center * (c + r) ** 2 for c, r in scores[0].tolist()]
     assert Reward(center_rewards_coefficient=center).losses(scores)[0].tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_margin_is_subtracted_from_the_difference_of_scores():
+    scores, margins = torch.tensor([[[1.5, -0.25], [-3.0, 2.0]]]), torch.tensor([[2.0, -0.5]])
+    wanted = [math.log1p(math.exp(r - c + m)) for (c, r), m in zip(scores[0].tolist(), [2.0, -0.5], strict=True)]
+    assert Reward(margin=True).losses(scores, margins)[0].tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def scores_of(run, objective, rows):
@@ -132,10 +138,16 @@ def test_a_pair_with_an_empty_answer_and_padding_count_nothing(make_scored):
     assert math.isnan(objective.summary([0.0] * len(SUMS)).loss)
 
 
-def test_measures_of_documents_and_of_steps_are_those_of_their_rows(make_scored):
+@pytest.mark.parametrize("margin", [False, True])
+def test_measures_of_documents_and_of_steps_are_those_of_their_rows(make_scored, margin):
     """A document for itself, on the host, rows of two pairs, on the device, and what a split step reports."""
-    objective = Reward(center_rewards_coefficient=0.1)
+    objective = Reward(center_rewards_coefficient=0.1, margin=margin)
     run, rows = make_scored(objective), rows_of(made_pairs(0, count=COUNT, vocab=4000))
+    if margin:
+        without = summary_of(run, Reward(center_rewards_coefficient=0.1), rows)
+        rows |= with_margins(rows, torch.linspace(0.5, 4.0, COUNT))
+        assert summary_of(run, objective, rows).loss > without.loss + 1
+        assert summary_of(run, objective, rows).measures == without.measures
     lengths = by_segment(rows["segments"], rows["learn"].float())
     values = scores_of(run, objective, rows)
     documents = [each[:, :4].double().numpy() for each in (values, values, lengths)]

@@ -47,12 +47,22 @@ def evaluated(folder, tmp_path):
     return json.loads((folder / "scores" / "test_results.json").read_text())["sources"]["stories_pairs_ro"]["trained"]
 
 
-def scores_of(model, tokenizer, folder):
-    """Mean score of chosen and of rejected answers of the test split, each as the card calls the model."""
+def pairs_of(folder):
+    """The rows of the test split."""
     documents = [json.loads(line)["text"] for line in (folder / "tested.jsonl").read_text().splitlines()]
     lines = Path("tpu_experiments/samples/stories/pairs.jsonl").read_text().splitlines()
     pairs = [row for row in map(json.loads, lines) if any(row["prompt"] in text for text in documents)]
     assert len(pairs) == len(documents) > 0
+    return pairs
+
+
+def scores_of(model, tokenizer, folder):
+    """Mean score of chosen and of rejected answers of the test split."""
+    return scores_of_pairs(model, tokenizer, pairs_of(folder)).mean(0).tolist()
+
+
+def scores_of_pairs(model, tokenizer, pairs):
+    """Scores (D, 2) of chosen and rejected answers, each as the card calls the model."""
     found = []
     for pair in pairs:
         for side in ("chosen", "rejected"):
@@ -60,7 +70,7 @@ def scores_of(model, tokenizer, folder):
             inputs = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
             with torch.no_grad():
                 found.append(model(**inputs).logits[0, 0])
-    return torch.stack(found).view(-1, 2).mean(0).tolist()
+    return torch.stack(found).view(-1, 2)
 
 
 def test_the_model_is_read_by_transformers(whole, tmp_path):
@@ -126,6 +136,28 @@ def test_its_exports_give_the_scores_of_the_run(request, tmp_path, name):
     refused = run("task=export", f"task.run={folder / 'scores'}", "task.forms=[gguf]", output_dir=tmp_path)
     assert refused.returncode == 2, refused.stderr
     assert "whose model gives scores; leave it out: its forms are peft and merged." in refused.stderr
+
+
+def test_the_loss_of_training_and_of_the_test_has_the_margins_of_the_rows(whole, tmp_path):
+    """Of the whole split and of rows of several pairs; the accuracy has none of them."""
+    lines = Path("tpu_experiments/samples/stories/pairs.jsonl").read_text().splitlines()
+    margins = {row["prompt"]: len(row["prompt"]) % 5 - 1.0 for row in map(json.loads, lines)}
+    rows = [row | {"margin": margins[row["prompt"]]} for row in map(json.loads, lines)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    own = [f"data.stories_pairs_ro.{key}={file}" for key in ("path", "sample_path")]
+    result = finished(*FULL, *own, "objective.margin=true", output_dir=tmp_path / "runs")
+    folder = tmp_path / "runs"
+    found = evaluated(folder, tmp_path)
+    assert result["eval_loss_before"] > whole[1]["eval_loss_before"] + 0.3
+    assert losses(folder) != losses(whole[0])
+    place, pairs = folder / "scores" / "model", pairs_of(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(place).eval()
+    chosen, rejected = scores_of_pairs(model, AutoTokenizer.from_pretrained(place), pairs).unbind(1)
+    given = torch.tensor([margins[pair["prompt"]] for pair in pairs])
+    wanted = -torch.nn.functional.logsigmoid(chosen - rejected - given).mean()
+    assert found["loss"]["value"] == pytest.approx(float(wanted), abs=1e-4)
+    assert found["rewards/accuracies"]["value"] == pytest.approx(float((chosen > rejected).float().mean()))
 
 
 @pytest.mark.parametrize("words", [FULL, ADAPTERS], ids=["full", "adapters"])

@@ -29,6 +29,7 @@ from tests.objectives.preference_pairs import (
     of_orpo,
     of_reward,
     packed,
+    with_margins,
     with_reference,
 )
 from tpu_experiments.models.huggingface import config_from_arch
@@ -60,9 +61,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kto": {"loss": "kto", "beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.7},
     "reward": {"loss": "reward"},
     "centred": {"loss": "reward", "center_rewards_coefficient": 0.2},
+    "margin": {"loss": "reward", "margin": True},
 }
 RATE = 0.02
 PAIRS = 5
+MARGINS = torch.tensor([0.5, 0.0, 2.0, -1.25, 1.0])
+"""Of the pairs, where a loss has margins."""
 
 
 def model_of(name: str, *, is_scored: bool) -> Any:
@@ -101,7 +105,8 @@ def of_trl(name: str, module: Any, reference: Any) -> Any:
         vars(trainer).update(common, model=module, _total_train_tokens=0, _tp_size=1)
         trainer.args = SimpleNamespace(center_rewards_coefficient=settings.get("center_rewards_coefficient"))
         trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-        return lambda pairs: trainer.compute_loss(module, of_reward(pairs))
+        margins = {"margin": MARGINS} if settings.get("margin") else {}
+        return lambda pairs: trainer.compute_loss(module, of_reward(pairs) | margins)
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
     add_fused_lm_head(module, outputs=outputs)
     add_fused_lm_head(reference, outputs=outputs)
@@ -134,6 +139,7 @@ def of_ours(name: str, module: Any) -> Any:
     def loss_of(pairs: list[Pair]) -> Tensor:
         # z is that of a row here, of a batch in TRL: all answers in one row.
         rows = packed(labelled(pairs), per_row=PAIRS, seq_len=96) if is_kto else packed(pairs, per_row=2, seq_len=64)
+        rows |= with_margins(rows, MARGINS) if settings.get("margin") else {}
         own = dict(module.named_parameters())
         if is_kto or getattr(objective, "has_reference", False):
             values = objective.reference_values(start, dict(start.named_parameters()), rows)

@@ -81,6 +81,7 @@ UNSET: dict[str, Any] = {
 }
 """Values of keys of a source or stage that have the same effect as leaving the key out."""
 ADDED: dict[str, Any] = {
+    "objective.margin": False,
     "hw.cuda_graphs": True,
     "hw.fusion_memory_mib": None,
     "model.base": "dense",

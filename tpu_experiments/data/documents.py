@@ -39,6 +39,8 @@ class Document:
     """Of a preference pair, whose chosen conversation the document is, the rejected one."""
     scores: tuple[float, float] | None = None
     """Of a pair, the scores of the chosen and of the rejected answer, by which it was made; no part of the content."""
+    margin: float | None = None
+    """Of a pair, the margin of scores (`SourceSpec.reads_margin`); no part of the content."""
     unread: tuple[str, ...] = ()
     """Names of the row's fields that were not read, such as `source` or `messages[].score`; no part of the content."""
 
@@ -157,6 +159,8 @@ class SourceSpec:
     """Row field that `Document.group` is read from."""
     label_field: str | None = None
     """Row field that `Document.label` is read from; None where texts have no labels."""
+    reads_margin: bool = False
+    """Whether `Document.margin` is read from the field `margin` of every pair."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
     """Allowed values by row field (under the file's own names); rows with other values are left out."""
     eval_path: str | None = None
@@ -180,11 +184,14 @@ class SourceSpec:
         return f"data.{self.name}.{self.path_key}="
 
 
-def spec_of(name: str, source: DataSourceConfig, *, data_size: str, is_labelled: bool = False) -> SourceSpec:
+def spec_of(
+    name: str, source: DataSourceConfig, *, data_size: str, is_labelled: bool = False, reads_margin: bool = False
+) -> SourceSpec:
     """Resolve the path of a configured source; `data_size` is `full` or `sample`.
 
     Args:
         is_labelled: the texts are read with their labels.
+        reads_margin: pairs are read with their margins.
 
     Raises:
         ConfigError: the sample is requested and there is none, `kind` and `format` do not agree, or labels are wanted
@@ -224,6 +231,7 @@ def spec_of(name: str, source: DataSourceConfig, *, data_size: str, is_labelled:
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
         label_field=source.label_field if is_labelled else None,
+        reads_margin=reads_margin,
         keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
         named_splits=source.named_splits,

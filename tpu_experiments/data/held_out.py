@@ -23,7 +23,7 @@ from tpu_experiments.data.rows import Rows, padding
 from tpu_experiments.data.steps.blocks import BlockIndex, read_index, read_report, read_tokens
 from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, best_fit
-from tpu_experiments.data.steps.pairs import cut_prompts
+from tpu_experiments.data.steps.pairs import cut_prompts, with_margins
 from tpu_experiments.data.steps.selection import select
 from tpu_experiments.data.steps.tokenized import TokenizedSource, tokenize_source
 from tpu_experiments.data.tokens.tokenize import LEARN, SECOND
@@ -64,7 +64,8 @@ class HeldOut:
         flat, counts = cut_prompts(self.flat, max_tokens=seq_len)
         fits_D = flat.lengths_D <= seq_len
         fits_L = np.repeat(fits_D, flat.lengths_D)
-        kept = FlatTokens(flat.ids_L[fits_L], flat.flags_L[fits_L], flat.lengths_D[fits_D])
+        more = {name: array_L[fits_L] for name, array_L in flat.more.items()}
+        kept = FlatTokens(flat.ids_L[fits_L], flat.flags_L[fits_L], flat.lengths_D[fits_D], more)
         if counts["documents_truncated"] or not fits_D.all():
             log.info("data.%s: the prompts of %d of %d pairs are cut to a row of %d tokens, and %d pairs that do not "
                      "fit are left out", self.name, counts["documents_truncated"], flat.num_documents, seq_len,
@@ -152,7 +153,13 @@ def held_out_documents(
         ConfigError: the field has more than `MAX_VALUES` values, or the source has a reader of the user's own.
     """
     tokens = tokenize_source(
-        spec_of(name, source, data_size=data_size, is_labelled=preparation.is_labelled),
+        spec_of(
+            name,
+            source,
+            data_size=data_size,
+            is_labelled=preparation.is_labelled,
+            reads_margin=preparation.reads_margin,
+        ),
         source=source,
         tokenizer=preparation.tokenizer,
         settings=preparation.settings,
@@ -204,7 +211,7 @@ def _read(
 ) -> FlatTokens:
     """Read the tokens of the documents with these indices in the source; blocks without one are skipped."""
     ids, flags, chosen = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
-    labels = [np.zeros(0, np.int32)]
+    labels, margins = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
     first = 0
     for block in blocks:
         lengths_D = block.lengths_D
@@ -216,12 +223,15 @@ def _read(
         ends_D = np.cumsum(lengths_D)
         if labelling is not None:
             labels.append(labelling.numbers(block)[inside])
+        if block.margins_D is not None:
+            margins.append(block.margins_D[inside])
         for index in inside.tolist():
             part = slice(int(ends_D[index] - lengths_D[index]), int(ends_D[index]))
             ids.append(ids_L[part])
             flags.append(flags_L[part])
         chosen.append(lengths_D[inside])
     flat = FlatTokens(np.concatenate(ids), np.concatenate(flags), np.concatenate(chosen))
+    flat = with_margins(flat, np.concatenate(margins)) if tokens.spec.reads_margin else flat
     return flat if labelling is None else with_labels(flat, np.concatenate(labels))
 
 

@@ -78,6 +78,8 @@ class Preparation:
     """All labels, in the order of their numbers; None while they are to be found."""
     arrays: tuple[Array, ...] = ()
     """Further arrays of rows, as the objective declares them."""
+    reads_margin: bool = False
+    """Whether pairs are read with their margins."""
 
 
 def prepare(
@@ -203,7 +205,13 @@ def _specs(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
 ) -> dict[str, SourceSpec]:
     return {
-        name: spec_of(name, source, data_size=data_size, is_labelled=preparation.is_labelled)
+        name: spec_of(
+            name,
+            source,
+            data_size=data_size,
+            is_labelled=preparation.is_labelled,
+            reads_margin=preparation.reads_margin,
+        )
         for name, source in sources.items()
     }
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.rows import Array
+from tpu_experiments.data.steps.pairs import MARGIN
 from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores, Terms
@@ -281,10 +282,15 @@ def objective_class(config: Config) -> type[Objective]:
     return kind if issubclass(kind, Objective) else type(kind.__name__, (kind, Objective), {})
 
 
+def prepared_arrays(config: Config) -> tuple[Array, ...]:
+    """Return the arrays of prepared rows beside those of tokens."""
+    return (*objective_class(config).arrays, *((MARGIN,) if config.objective.reads_margin() else ()))
+
+
 def row_arrays(config: Config, *, are_trained: bool = False) -> tuple[Array, ...]:
     """Return the arrays of a batch's rows beside those of tokens, of training or of evaluations."""
     kind = objective_class(config)
-    arrays = (*kind.arrays, *kind.sampled) if are_trained else kind.arrays
+    arrays = (*prepared_arrays(config), *(kind.sampled if are_trained else ()))
     arrays = (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
     return (*arrays, *(Array(name, "float32", per="row") for name in config.objective.inputs()))
 

@@ -4,8 +4,9 @@ Pairs lie in rows as for other preferences (objectives/preference.py). The score
 layer at the last token of its conversation, that of transformers' `ForSequenceClassification` of one label. With scores
 c and r of a pair's chosen and rejected answer and w = `center_rewards_coefficient` its loss is
 
-    -log sigmoid(c - r) + w (c + r)^2
+    -log sigmoid(c - r - m) + w (c + r)^2
 
+m is the margin of the pair, which the rows carry with `objective.margin`; else 0.
 Legend: R rows, P places of a row for pairs, S = 2 P for segments, K sums, D documents.
 """
 
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.masking import num_pairs
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.steps.pairs import MARGIN
 from tpu_experiments.metrics.flops import FlopsPerToken, scored_flops
 from tpu_experiments.models.families.classification import last_scores
 from tpu_experiments.objectives.base import Column, Computing, Objective, Rows, Summary
-from tpu_experiments.objectives.preference import chosen_is_higher, lengths_of
+from tpu_experiments.objectives.preference import by_segment, chosen_is_higher, lengths_of
 
 SUMS = (*("loss", "pairs", "rewards_chosen", "rewards_rejected", "preferred", "chosen_tokens", "rejected_tokens"),)
 """Sums over held-out pairs. `preferred` counts those whose chosen answer has the higher score; a tie counts half."""
@@ -43,8 +45,10 @@ class Reward(Objective):
         ("rewards/rejected", "rejected"),
     )
 
-    def __init__(self, *, center_rewards_coefficient: float = 0.0, computing: Computing | None = None) -> None:
-        self.center = center_rewards_coefficient
+    def __init__(
+        self, *, center_rewards_coefficient: float = 0.0, margin: bool = False, computing: Computing | None = None
+    ) -> None:
+        self.center, self.has_margin = center_rewards_coefficient, margin
 
     @classmethod
     def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:
@@ -89,30 +93,37 @@ class Reward(Objective):
     ) -> tuple[list[Tensor], Tensor]:
         lengths_RP2, weights_RP = lengths_of(rows)
         scores_RP2 = last_scores(module, parameters, rows, num=_num_segments(rows)).unflatten(1, (-1, 2))
-        return self.columns(scores_RP2, lengths_RP2), weights_RP
+        margins_RP = self._margins(rows).unflatten(1, (-1, 2)).sum(-1) if self.has_margin else None
+        return self.columns(scores_RP2, lengths_RP2, margins_RP), weights_RP
 
-    def columns(self, scores_RP2: Tensor, lengths_RP2: Tensor) -> list[Tensor]:
+    def _margins(self, rows: Rows) -> Tensor:
+        """Return the margins of pairs (R, S) at their second segments, 0 at others."""
+        return by_segment(rows["segments"], rows[MARGIN.name])
+
+    def columns(self, scores_RP2: Tensor, lengths_RP2: Tensor, margins_RP: Tensor | None = None) -> list[Tensor]:
         """Return what `SUMS` are the sums of, (R, P) each."""
         return [
-            self.losses(scores_RP2),
+            self.losses(scores_RP2, margins_RP),
             torch.ones_like(scores_RP2[..., 0]),
             *scores_RP2.unbind(-1),
             chosen_is_higher(scores_RP2),
             *lengths_RP2.unbind(-1),
         ]
 
-    def losses(self, scores_RP2: Tensor) -> Tensor:
+    def losses(self, scores_RP2: Tensor, margins_RP: Tensor | None = None) -> Tensor:
         """Return the loss of every pair, (R, P)."""
         chosen_RP, rejected_RP = scores_RP2.unbind(-1)
-        losses_RP = -F.logsigmoid(chosen_RP - rejected_RP)
+        differences_RP = chosen_RP - rejected_RP
+        losses_RP = -F.logsigmoid(differences_RP if margins_RP is None else differences_RP - margins_RP)
         return losses_RP + self.center * (chosen_RP + rejected_RP) ** 2 if self.center else losses_RP
 
     # ---- held-out rows --------------------------------------------------------------------------------------
 
     def reference_values(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
-        """Return the score of every segment (R, S), without a gradient."""
+        """Return the score of every segment (R, S), without a gradient; with margins (R, S, 2), they behind it."""
         with torch.no_grad():
-            return last_scores(module, parameters, rows, num=_num_segments(rows))
+            scores_RS = last_scores(module, parameters, rows, num=_num_segments(rows))
+            return torch.stack([scores_RS, self._margins(rows)], -1) if self.has_margin else scores_RS
 
     def sums(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
         """Return the sums of `SUMS` over the rows, (K,)."""
@@ -144,8 +155,9 @@ class Reward(Objective):
 
     def document_sums(self, values_NS: Column, reference_NS: Column, lengths_NS: Column) -> Column:
         """Return the sums of `SUMS` of every pair, (N, P, K); scores are compared with no reference."""
-        scores, lengths = (torch.from_numpy(each).unflatten(1, (-1, 2)) for each in (values_NS, lengths_NS))
-        found: Column = torch.stack(self.columns(scores, lengths), -1).numpy()
+        values, lengths = (torch.from_numpy(each).unflatten(1, (-1, 2)) for each in (values_NS, lengths_NS))
+        scores, margins = (values[..., 0], values[..., 1].sum(-1)) if self.has_margin else (values, None)
+        found: Column = torch.stack(self.columns(scores, lengths, margins), -1).numpy()
         return found
 
 

@@ -45,7 +45,7 @@ from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
-from tpu_experiments.objectives.base import objective_class, samples
+from tpu_experiments.objectives.base import objective_class, prepared_arrays, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
 from tpu_experiments.training.evaluation import host_tensors
@@ -154,7 +154,8 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         is_lookup,
         is_labelled=config.objective.reads_labels,
         labels=None if labels is None else tuple(labels),
-        arrays=objective_class(config).arrays,
+        arrays=prepared_arrays(config),
+        reads_margin=config.objective.reads_margin(),
     )
 
 

@@ -63,6 +63,10 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def reads_margin(self) -> bool:
+        """Return whether every pair comes with a margin of scores, the field `margin` of its row."""
+        return False
+
     def reads_start(self) -> bool:
         """Return whether answers are compared with the model as the run starts; with `samples_rollouts`."""
         return False

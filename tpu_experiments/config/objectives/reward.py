@@ -26,6 +26,14 @@ class RewardConfig(ObjectiveConfig):
     """Factor of the mean squared sum of a pair's two scores, which is added to the loss so that scores stay near 0
     (arXiv 2312.09244: 0.01). The loss alone leaves their level open."""
 
+    margin: bool = False
+    """Whether the field `margin` of every pair, a number, is subtracted from the difference of its scores in the loss,
+    so that answers of which one is much better are driven further apart (Llama 2, arXiv 2307.09288, equation 2)."""
+
+    def reads_margin(self) -> bool:
+        """Return whether margins are read."""
+        return self.margin
+
     def known_labels(self) -> list[str] | None:
         """Return transformers' name of a single output."""
         return ["LABEL_0"]

@@ -47,6 +47,7 @@ from tpu_experiments.data.reading.pairs import (
     column_of,
     empty_answer,
     label_of,
+    margin_of,
     scores_of,
     turns_of_pair,
     turns_of_single,
@@ -120,11 +121,11 @@ def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> 
             return replace(single, group=group, label=label, unread=_unread(record, spec, inner))
         if spec.kind == "preference":
             (chosen, rejected), tools = _pair(record, spec, unread=inner)
-            scores = scores_of(record)
+            scores, margin = scores_of(record), margin_of(record, spec=spec) if spec.reads_margin else None
             pair = _chat(chosen, tools, identity=identity, place=row.place)
             other = _chat(rejected, tools, identity=identity, place=row.place)
             unread = _unread(record, spec, inner)
-            return replace(pair, group=group, rejected=other, scores=scores, unread=unread)
+            return replace(pair, group=group, rejected=other, scores=scores, margin=margin, unread=unread)
         turns, tools = _conversation(record, spec, unread=inner)
         turns = _answered(turns) or (turns if not needs_answer else [])
         if not turns:

@@ -10,6 +10,7 @@ unpaired         a prompt, one answer (`completion`, `response`, `output` or `an
 """
 
 import json
+import math
 from typing import Any
 
 from tpu_experiments.data.documents import SourceSpec
@@ -37,7 +38,9 @@ FIELDS_OF_PAIRS: dict[str, tuple[tuple[str, ...], ...]] = {
     "implicit_prompt": (CHOSEN, REJECTED),
     "unpaired": (PROMPT, LABEL),
 }
-OPTIONAL_OF_PAIRS = (*PROMPT, *COMPLETION, "score_chosen", "score_rejected")
+MARGIN = "margin"
+"""Field with the margin of a pair's scores, TRL's name."""
+OPTIONAL_OF_PAIRS = (*PROMPT, *COMPLETION, "score_chosen", "score_rejected", MARGIN)
 
 Pair = tuple[list[Turn], list[Turn], list[Turn]]
 
@@ -129,6 +132,24 @@ def scores_of(record: Record) -> tuple[float, float] | None:
     for names in SCORES:
         record.find(*names)
     return chosen, rejected
+
+
+def margin_of(record: Record, *, spec: SourceSpec) -> float:
+    """Return the margin of a pair's scores.
+
+    Raises:
+        BadRow: it is missing, or no finite number.
+    """
+    found = record.find(MARGIN)
+    name, value = (spec.fields.get(MARGIN, MARGIN), None) if found is None else found
+    margin = _number(value)
+    if margin is None or not math.isfinite(margin):
+        raise BadRow(
+            "bad_margin",
+            f"has {json.dumps(value, ensure_ascii=False, default=str)[:40]} in {name!r}, which objective.margin=true "
+            "reads as the margin of the pair's scores, a number; mend or remove the row, or leave that setting out.",
+        )
+    return margin
 
 
 def _number(value: Any) -> float | None:

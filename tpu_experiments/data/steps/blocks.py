@@ -109,6 +109,8 @@ def write_documents(documents: Sequence[Document], *, folder: str, name: str, so
     ]
     schema = TOOL_SCHEMA if any(document.uses_tools for document in documents) else SCHEMA
     schema = PAIR_SCHEMA if any(document.rejected is not None for document in documents) else schema
+    if any(document.margin is not None for document in documents):
+        schema = schema.append(pyarrow.field("margin", pyarrow.float64()))
     schema = SINGLE_SCHEMA if any(document.is_single for document in documents) else schema
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
@@ -123,6 +125,7 @@ def _row_of_pair(document: Document, rejected: Document, *, source: str) -> dict
         "rejected": _turns(rejected),
         "score_chosen": chosen,
         "score_rejected": other,
+        **({} if document.margin is None else {"margin": document.margin}),
         "source": source,
         "place": document.place,
         "tools": document.tools or None,
@@ -302,6 +305,9 @@ class BlockMaker:
                 "with kind=preference, and only there."
             )
             document = Refused("no_pair", document.place or document.id, message)
+        if isinstance(document, Document) and document.margin is None and self.settings.spec.reads_margin:
+            message = "has no `margin`, which a reader of your own sets for objective.margin=true."
+            document = Refused("bad_margin", document.place or document.id, message)
         if isinstance(document, Document) and document.is_empty:
             document = Refused("empty", document.place, "has no text.", is_bad_row=False)
         read = item
@@ -374,6 +380,8 @@ class BlockMaker:
             number = {name: index for index, name in enumerate(names)}
             arrays["labels"] = np.array([number[str(document.label)] for document in documents], np.int32)
             arrays["label_names"] = _bytes_array(json.dumps(names))
+        if settings.spec.reads_margin:
+            arrays["margins"] = np.array([document.margin for document in documents], np.float32)
         if settings.is_compared:
             exact = b"".join(exact_key(document) for document in documents)
             arrays["exact"] = np.frombuffer(exact, np.uint64).reshape(-1, 2)
@@ -419,6 +427,8 @@ class BlockIndex:
     """The block's labels, sorted."""
     labels_D: NDArray[np.int32] | None = None
     """Index into `label_names` of each document; None where texts have no labels."""
+    margins_D: NDArray[np.float32] | None = None
+    """Margin of each pair's scores; None where they are not read."""
 
 
 def is_whole(folder: str, name: str) -> bool:
@@ -458,6 +468,7 @@ def read_index(folder: str, name: str) -> BlockIndex:
         split=facts.get("split"),
         label_names=tuple(json.loads(arrays["label_names"].tobytes())) if "label_names" in arrays else (),
         labels_D=arrays.get("labels"),
+        margins_D=arrays.get("margins"),
     )
 
 

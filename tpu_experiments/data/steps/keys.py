@@ -37,7 +37,7 @@ _EXACT = {"drop": "text", "folded": "drop", "keep": "keep"}
 """Values of `duplicates.exact` as they are hashed: `folded` was once the only rule and called `drop`; its folders stay
 valid."""
 
-_LATER = ("context", "extras", "tools", "label", "rejected", "scores")
+_LATER = ("context", "extras", "tools", "label", "rejected", "scores", "margin")
 """Fields added to `Document` later; they are hashed only where set, so that older keys stay valid."""
 
 REMEMBERED_BYTES = 64 * 2**20  # larger files are rehashed only when size or mtime change; hashing this much takes 0.1 s
@@ -71,6 +71,7 @@ def tokens_key(
             **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             **({} if spec.label_field is None else {"label_field": spec.label_field}),
+            **({"margins": True} if spec.reads_margin else {}),
             "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if tokenizer is not None and spec.kind != "text" else None,
             **({"quoting": spec.quoting} if has_tables else {}),

@@ -10,8 +10,19 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.pack import FlatTokens
 from tpu_experiments.data.tokens.tokenize import BODY, LEARN, SECOND
+
+MARGIN = Array("margin", "float32", per="token")
+"""The margin of a pair's scores at its last token, 0 elsewhere; with `objective.reads_margin()`."""
+
+
+def with_margins(flat: FlatTokens, margins_D: NDArray[np.float32]) -> FlatTokens:
+    """Return pairs with their margins as an array of their tokens."""
+    margins_L = np.zeros(len(flat.ids_L), np.float32)
+    margins_L[np.cumsum(flat.lengths_D) - 1] = margins_D
+    return replace(flat, more={**flat.more, MARGIN.name: margins_L})
 
 
 def cut_prompts(flat: FlatTokens, *, max_tokens: int) -> tuple[FlatTokens, dict[str, int]]:

@@ -19,7 +19,7 @@ from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.blocks import BlockIndex, read_tokens
 from tpu_experiments.data.steps.labels import Labelling, cut_texts, with_labels
 from tpu_experiments.data.steps.pack import FlatTokens, Packed, pack
-from tpu_experiments.data.steps.pairs import cut_prompts
+from tpu_experiments.data.steps.pairs import cut_prompts, with_margins
 from tpu_experiments.data.store.shards import arrays_entry, damaged_shards, row_dtype, write_shard
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.storage import paths
@@ -52,6 +52,8 @@ class Window:
     """Index of every document in the source."""
     labels: NDArray[np.int32] | None = None
     """Label number of every document; None where texts have no labels."""
+    margins: NDArray[np.float32] | None = None
+    """Margin of every pair; None where they are not read."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ def cut_windows(
 
     def window() -> Window:
         own = None if labelling is None else np.concatenate(labels)
-        return Window(split, number, tuple(parts), characters, np.concatenate(documents), own)
+        given = np.concatenate(margins) if margins else None
+        return Window(split, number, tuple(parts), characters, np.concatenate(documents), own, given)
 
     labels: list[NDArray[np.int32]] = []
+    margins: list[NDArray[np.float32]] = []
     parts: list[tuple[str, str, Index, Index]] = []
     documents: list[Index] = []
     held = characters = first = number = 0
@@ -98,12 +102,15 @@ def cut_windows(
             documents.append(index + first)
             if labelling is not None:
                 labels.append(labelling.numbers(block)[index])
+            if block.margins_D is not None:
+                margins.append(block.margins_D[index])
             held += int(block.lengths_D[index].sum())
             characters += int(block.characters_D[index].sum())
         first += count
         if held >= tokens:
             yield window()
-            parts, documents, labels, held, characters, number = [], [], [], 0, 0, number + 1
+            parts, documents, labels, margins = [], [], [], []
+            held, characters, number = 0, 0, number + 1
     if parts:
         yield window()
 
@@ -189,6 +196,7 @@ class WindowMaker:
                 flags.append(flags_L[begin:end])
         lengths = np.concatenate([length_D for *_, length_D in window.parts])
         flat = FlatTokens(np.concatenate(ids), np.concatenate(flags), lengths)
+        flat = flat if window.margins is None else with_margins(flat, window.margins)
         return flat if window.labels is None else with_labels(flat, window.labels)
 
 
