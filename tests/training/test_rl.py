@@ -162,6 +162,36 @@ def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_resume_check_compares_the_answers_too(tmp_path) -> None:
+    done = run(*EAGER, "task=resume_check", "trainer.eval_every_steps=0", output_dir=tmp_path, as_typed=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "resume_check" / "own" / "resume_check.json").read_text())
+    checks = {check["name"]: check["equal"] for check in found["checks"]}
+    assert checks["answers and their rewards"]
+    assert all(checks.values())
+    assert len(found["resumes"]) == 2
+
+
+ONE, FOUR = ("hw.num_devices=1",), ("hw.num_devices=4", "hw.parallel=spmd", "sharding=fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("before", "behind", "step"), [(ONE, FOUR, 2), (FOUR, ONE, 3)], ids=["one_to_four", "four_to_one_inside"]
+)
+def test_another_number_of_devices_goes_on_from_what_is_written(tmp_path, before, behind, step) -> None:
+    finished(*COMMON, *before, output_dir=tmp_path, as_typed=True)
+    written, expected = stored(tmp_path), [each["train/loss"] for each in logged(tmp_path) if "train/loss" in each]
+    forget_after(tmp_path, step)
+    finished(*COMMON, *behind, output_dir=tmp_path, as_typed=True)
+    assert stored(tmp_path) == written
+    found = [each["train/loss"] for each in logged(tmp_path) if "train/loss" in each]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert np.ptp(expected) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.xla
 def test_held_out_answers_are_of_the_averages_that_are_exported(tmp_path) -> None:
     kept = ("name=", "lora=", "optim.lr", "reward=", "rollout.rewards", "objective.beta")
