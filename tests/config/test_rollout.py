@@ -73,6 +73,7 @@ def test_refused(rl, changed, sentence):
             ["data.sample_chat.weight=2", "data=[sample_chat,guanaco]", "data.guanaco.weight=1"],
             "it orders prepared rows",
         ),
+        (["trainer.guard.spike_action=rollback"], "spike_action=rollback with objective=grpo; its losses are around 0"),
         (["loader.order=written"], "loader.order=written with objective=grpo; it orders prepared rows"),
         (["curriculum.stages.main.shorter=2"], "curriculum.stages.main.shorter=2 with objective=grpo"),
         (

@@ -55,6 +55,15 @@ def test_the_copy_writes_what_the_loaded_model_does(make_config, kind):
         torch.from_numpy(own.log_probs_BN), torch.from_numpy(other.log_probs_BN), atol=2e-5, rtol=0
     )
     assert any("lora_A" in name for name in copy.tensors) == (kind in ("lengths", "int8"))
+    averages = {name: tensor + 0.01 for name, tensor in model.trainable.items()}
+    both = MergedCopy(model, lora=lora, runtime=runtime, averages=averages)
+    both.refresh(is_average=True)
+    averaged = both.tensors
+    for name, tensor in model.trainable.items():
+        tensor.copy_(averages[name])
+    both.refresh()
+    assert all(torch.equal(tensor, both.tensors[name]) for name, tensor in averaged.items())
+    assert not all(torch.equal(tensor, copy.tensors[name]) for name, tensor in averaged.items())
 
 
 def decoder_of(module, runtime):

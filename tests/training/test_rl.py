@@ -23,7 +23,7 @@ COMMON = (
     *("rollout.prompts=2", "rollout.samples=4", "rollout.updates=2", "rollout.max_new_tokens=6", "trainer.seq_len=128"),
     *("curriculum.stages.main.steps=6", "optim.lr=1e-2", "trainer.log_every_steps=1", "trainer.eval_every_steps=5"),
     *("trainer.max_eval_rows=4", "checkpoint.every_steps=1", "checkpoint.keep_last=100", "sample.max_new_tokens=0"),
-    *("reward=length", "rollout.rewards.length.arguments.most=2", "name=own"),
+    *("trainer.guard.spike_window=3", "reward=length", "rollout.rewards.length.arguments.most=2", "name=own"),
 )
 EAGER = (*COMMON, "hw.runtime=eager")
 DRAWN = "+rollout.rewards={drawn: {function: tests.rewards.drawn.drawn, weight: 2.0}}"
@@ -85,6 +85,7 @@ def test_it_writes_what_it_learns_from_and_says_how_it_went(whole) -> None:
     assert abs(trained[1]["train/ratio"] - 1) > 1e-4, "the second step is of parameters that did not sample"
     assert trained[2]["train/ratio"] == pytest.approx(1, abs=1e-5)
     assert {"reward", "rewards/length", "rewards/drawn"} <= result["eval_measures"].keys()
+    assert "times the median" not in (folder / "own" / "run.log").read_text(), "losses are around 0"
     assert "Written after step" in (folder / "own" / "rollouts.html").read_text()
     provenance = json.loads((folder / "own" / "provenance.json").read_text())
     assert len(provenance["lives"][0]["rewards"]["drawn"]) == 64
@@ -159,6 +160,36 @@ def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_pat
     np.testing.assert_allclose(found.old_logps_NT[learnt_NT], found.sampler_logps_NT[learnt_NT], atol=2e-4)
     start = load_file(tmp_path / "own" / "rollouts" / "start.safetensors")
     assert not any(tensor.any() for name, tensor in start.items() if name.endswith("lora_B"))
+
+
+@pytest.mark.slow
+def test_a_resume_check_compares_the_answers_too(tmp_path) -> None:
+    done = run(*EAGER, "task=resume_check", "trainer.eval_every_steps=0", output_dir=tmp_path, as_typed=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "resume_check" / "own" / "resume_check.json").read_text())
+    checks = {check["name"]: check["equal"] for check in found["checks"]}
+    assert checks["answers and their rewards"]
+    assert all(checks.values())
+    assert len(found["resumes"]) == 2
+
+
+ONE, FOUR = ("hw.num_devices=1",), ("hw.num_devices=4", "hw.parallel=spmd", "sharding=fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("before", "behind", "step"), [(ONE, FOUR, 2), (FOUR, ONE, 3)], ids=["one_to_four", "four_to_one_inside"]
+)
+def test_another_number_of_devices_goes_on_from_what_is_written(tmp_path, before, behind, step) -> None:
+    finished(*COMMON, *before, output_dir=tmp_path, as_typed=True)
+    written, expected = stored(tmp_path), [each["train/loss"] for each in logged(tmp_path) if "train/loss" in each]
+    forget_after(tmp_path, step)
+    finished(*COMMON, *behind, output_dir=tmp_path, as_typed=True)
+    assert stored(tmp_path) == written
+    found = [each["train/loss"] for each in logged(tmp_path) if "train/loss" in each]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert np.ptp(expected) > 1e-3
 
 
 @pytest.mark.slow

@@ -551,6 +551,11 @@ def _rollout(config: Config) -> list[str]:
             for name in list(rollout.rewards)[:1]
         ]
     problems = [*rollout_problems(rollout, objective=objective.name), *_prompts(config), *_rows_of_rollout(config)]
+    if config.trainer.guard.spike_action == "rollback":
+        problems.append(
+            f"trainer.guard.spike_action=rollback with objective={objective.name}; its losses are around 0, and a "
+            "spike is a multiple of their median; leave it out."
+        )
     return problems + (_adapters_of_server(config) if rollout.sampler == "openai" else [])
 
 

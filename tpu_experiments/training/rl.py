@@ -188,6 +188,7 @@ class PolicyTrainer(Trainer):
         """Create the parts of a run, and those of its rollouts."""
         super().build()
         config = self.config
+        self.guard.settings = replace(config.trainer.guard, spike_factor=None)  # its losses are around 0
         self.policy: PolicyObjective = self.objective
         self.score = ReferencePass(self, values_of=self.policy.logps, name="score")
         self.seconds: dict[int, dict[str, float]] = {}

@@ -50,6 +50,9 @@ def compare(lives: list[Life], *, place: str) -> Verdict:
     checks.append(check_once(records[KILLED]))
     results = [json.loads(paths.read_text(paths.join(place, run, "result.json"))) for run in (WHOLE, KILLED)]
     checks.append(check_results(*results))
+    folders = [paths.join(place, run, "rollouts") for run in (WHOLE, KILLED)]
+    if paths.list_names(folders[0]):
+        checks.append(check_tensors("answers and their rewards", *folders))
     folders = [adapter_folder(place, run) for run in (WHOLE, KILLED)]
     checks.append(check_tensors("trained weights as exported", *folders))
     folders = [newest_checkpoint(place, run) for run in (WHOLE, KILLED)]
