@@ -14,6 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import StageRows
 from tpu_experiments.data.prompts import Prompt
 from tpu_experiments.data.replay import ReplayedRows
+from tpu_experiments.metrics.ranking import ranking_measure
 from tpu_experiments.training.batches import PromptRows
 from tpu_experiments.training.rl import PolicyTrainer, RolloutRows, facts_of, prompt_indices, trainer_class
 from tpu_experiments.training.rollouts import RolloutStore
@@ -85,6 +86,8 @@ def test_it_writes_what_it_learns_from_and_says_how_it_went(whole) -> None:
     assert abs(trained[1]["train/ratio"] - 1) > 1e-4, "the second step is of parameters that did not sample"
     assert trained[2]["train/ratio"] == pytest.approx(1, abs=1e-5)
     assert {"reward", "rewards/length", "rewards/drawn"} <= result["eval_measures"].keys()
+    assert ranking_measure(result) == ("reward", result["eval_measures"]["reward"])
+    assert result.get("is_evaluated", True)
     assert "times the median" not in (folder / "own" / "run.log").read_text(), "losses are around 0"
     assert "Written after step" in (folder / "own" / "rollouts.html").read_text()
     provenance = json.loads((folder / "own" / "provenance.json").read_text())

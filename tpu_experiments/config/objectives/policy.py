@@ -16,8 +16,8 @@ class PolicyConfig(ObjectiveConfig):
     """Answers by their rewards (GRPO, arXiv 2402.03300, and its relatives)."""
 
     _target_: str = "tpu_experiments.objectives.policy.Policy"
-    is_evaluated: ClassVar[bool] = False
     samples_rollouts: ClassVar[bool] = True
+    ranked_by: ClassVar[str | None] = "reward"
     lr_factor: ClassVar[float] = 1 / 40
     why_alone: ClassVar[str | None] = "a policy objective samples its own rows"
     loss: str = choice("grpo", "dapo", "dr_grpo", "bnpo", "rloo", default="dapo")
