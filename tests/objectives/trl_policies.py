@@ -140,7 +140,7 @@ def micro_batches(rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def compared(model: str, name: str) -> dict[str, float]:
     """The largest differences of advantages, losses and gradients, and the shares that were clipped."""
     settings = LOSSES[name]
-    ours, theirs = model_of(model, is_scored=False), model_of(model)
+    ours, theirs = model_of(model, is_scored=False), model_of(model, is_scored=False)
     start = copy.deepcopy(ours)
     own = {k: v for k, v in settings.items() if k not in ("corrects", "learns_cut", "scale")}
     objective = Policy(**own, **CLIP, max_weight=MAX_WEIGHT, computing=Computing(chunk_tokens=24))
