@@ -574,8 +574,8 @@ DEFECTS = (
     Defect(
         "scores: the rejected answer is preferred",
         "tpu_experiments/objectives/reward.py",
-        "-F.logsigmoid(chosen_RP - rejected_RP)",
-        "-F.logsigmoid(rejected_RP - chosen_RP)",
+        "differences_RP = chosen_RP - rejected_RP",
+        "differences_RP = rejected_RP - chosen_RP",
         "tests/objectives/test_reward.py",
     ),
     Defect(

@@ -75,6 +75,19 @@ def test_refused(rl, changed, sentence):
         ),
         (["trainer.guard.spike_action=rollback"], "spike_action=rollback with objective=grpo; its losses are around 0"),
         (["loader.order=written"], "loader.order=written with objective=grpo; it orders prepared rows"),
+        (
+            ["curriculum.stages.main.learn=all"],
+            "curriculum.stages.main.learn=all with objective=grpo; prompts are not written by the model",
+        ),
+        (
+            ["curriculum.stages.main.tokens=1000000"],
+            "curriculum.stages.main.tokens=1000000 with objective=grpo; how long answers get is known when they are "
+            "written; use curriculum.stages.main.steps or .epochs.",
+        ),
+        (
+            ["curriculum.stages.main.tokens_per_parameter=2"],
+            "curriculum.stages.main.tokens_per_parameter=2.0 with objective=grpo; how long answers get",
+        ),
         (["curriculum.stages.main.shorter=2"], "curriculum.stages.main.shorter=2 with objective=grpo"),
         (
             ["hw=v5e16", "model.dtype=bfloat16"],

@@ -68,7 +68,7 @@ def test_it_writes_what_it_learns_from_and_says_how_it_went(whole) -> None:
     store = RolloutStore(str(folder / "own" / "rollouts"))
     assert store.iterations() == [0, 2, 4]
     progress = json.loads((folder / "own" / "checkpoints" / "step_00000006" / "progress.json").read_text())
-    sums = {str(number): store.sha256_of(number) for number in store.iterations()}
+    sums = {str(number): store.read(number).sha256 for number in store.iterations()}
     assert progress["rollouts"].items() > sums.items()
     first, second = store.read(0), store.read(2)
     assert first.version == 0

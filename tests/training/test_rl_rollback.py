@@ -84,7 +84,7 @@ def test_it_samples_anew_what_is_behind_and_nothing_that_is_passed_over(rolled_b
     assert store.iterations() == [0, 2, 4, 8, 10], "all steps of 6 are passed over, one of 8 is not"
     assert [store.read(number).rollbacks for number in store.iterations()] == [0, 0, 0, 1, 1]
     progress = json.loads((folder / "own" / "checkpoints" / "step_00000012" / "progress.json").read_text())
-    assert {str(number): store.sha256_of(number) for number in store.iterations()}.items() <= progress[
+    assert {str(number): store.read(number).sha256 for number in store.iterations()}.items() <= progress[
         "rollouts"
     ].items()
     assert "6" not in progress["rollouts"]

@@ -596,6 +596,17 @@ def _prompts(config: Config) -> list[str]:
     for key, stage in config.curriculum.stages.items():
         given[f"curriculum.stages.{key}.replay={stage.replay}"] = stage.replay > 0
         given[f"curriculum.stages.{key}.shorter={stage.shorter}"] = stage.shorter > 1
+        for length in ("tokens", "tokens_per_parameter"):
+            if (value := getattr(stage, length)) is not None:
+                problems.append(
+                    f"curriculum.stages.{key}.{length}={value} with objective={name}; how long answers get is known "
+                    f"when they are written; use curriculum.stages.{key}.steps or .epochs."
+                )
+        if stage.learn == "all":
+            problems.append(
+                f"curriculum.stages.{key}.learn=all with objective={name}; prompts are not written by the model, and "
+                "have no reward; leave it out."
+            )
     return problems + [
         f"{setting} with objective={name}; it orders prepared rows, and the model writes its own; leave it out."
         for setting, is_given in given.items()

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.data.documents import spec_of
 from tpu_experiments.data.prepare import Preparation, labelling_of
 from tpu_experiments.data.reading.parts import list_parts
 from tpu_experiments.data.reading.sources import field_values
@@ -153,13 +152,7 @@ def held_out_documents(
         ConfigError: the field has more than `MAX_VALUES` values, or the source has a reader of the user's own.
     """
     tokens = tokenize_source(
-        spec_of(
-            name,
-            source,
-            data_size=data_size,
-            is_labelled=preparation.is_labelled,
-            reads_margin=preparation.reads_margin,
-        ),
+        preparation.spec(name, source, data_size=data_size),
         source=source,
         tokenizer=preparation.tokenizer,
         settings=preparation.settings,

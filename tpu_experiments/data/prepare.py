@@ -81,6 +81,11 @@ class Preparation:
     reads_margin: bool = False
     """Whether pairs are read with their margins."""
 
+    def spec(self, name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
+        """Resolve a source as the objective reads it; arguments and errors as of `spec_of`."""
+        how = {"is_labelled": self.is_labelled, "reads_margin": self.reads_margin}
+        return spec_of(name, source, data_size=data_size, **how)
+
 
 def prepare(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, seq_lens: Iterable[int], preparation: Preparation
@@ -204,16 +209,7 @@ def _check(spec: SourceSpec, *, source: DataSourceConfig, preparation: Preparati
 def _specs(
     sources: Mapping[str, DataSourceConfig], *, data_size: str, preparation: Preparation
 ) -> dict[str, SourceSpec]:
-    return {
-        name: spec_of(
-            name,
-            source,
-            data_size=data_size,
-            is_labelled=preparation.is_labelled,
-            reads_margin=preparation.reads_margin,
-        )
-        for name, source in sources.items()
-    }
+    return {name: preparation.spec(name, source, data_size=data_size) for name, source in sources.items()}
 
 
 def _tokenized(

@@ -241,11 +241,7 @@ class Preference(Objective):
 
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return loss and measures of held-out rows."""
-        num = sums[SUMS.index("pairs")]
-        if not num:
-            return Summary(math.nan, 0, {})
-        found = self.measures(sums)
-        return Summary(found.pop("loss"), round(num), found)
+        return summary_of(self, sums, num=sums[SUMS.index("pairs")])
 
     def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
         """Return loss and, as means over pairs, rewards, their margin and accuracy, log-probabilities and lengths."""
@@ -280,6 +276,14 @@ class Preference(Objective):
         pairs = Pairs(logps, reference, lengths.clamp(min=1), weights, settings={})
         found: Column = torch.stack(self.columns(pairs), -1).numpy()
         return found
+
+
+def summary_of(objective: Objective, sums: Sequence[float], *, num: float) -> Summary:
+    """Return loss and measures of `num` held-out pairs by an objective's `measures`; no loss where there are none."""
+    if not num:
+        return Summary(math.nan, 0, {})
+    found = objective.measures(sums)
+    return Summary(found.pop("loss"), round(num), found)
 
 
 def by_segment(segments_RT: Tensor, values_RT: Tensor, *, num: int | None = None) -> Tensor:

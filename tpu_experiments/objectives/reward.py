@@ -10,7 +10,6 @@ m is the margin of the pair, which the rows carry with `objective.margin`; else 
 Legend: R rows, P places of a row for pairs, S = 2 P for segments, K sums, D documents.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from tpu_experiments.data.steps.pairs import MARGIN
 from tpu_experiments.metrics.flops import FlopsPerToken, scored_flops
 from tpu_experiments.models.families.classification import last_scores
 from tpu_experiments.objectives.base import Column, Computing, Objective, Rows, Summary
-from tpu_experiments.objectives.preference import by_segment, chosen_is_higher, lengths_of
+from tpu_experiments.objectives.preference import by_segment, chosen_is_higher, lengths_of, summary_of
 
 SUMS = (*("loss", "pairs", "rewards_chosen", "rewards_rejected", "preferred", "chosen_tokens", "rejected_tokens"),)
 """Sums over held-out pairs. `preferred` counts those whose chosen answer has the higher score; a tie counts half."""
@@ -132,11 +131,7 @@ class Reward(Objective):
 
     def summary(self, sums: Sequence[float]) -> Summary:
         """Return loss and measures of held-out rows."""
-        num = sums[SUMS.index("pairs")]
-        if not num:
-            return Summary(math.nan, 0, {})
-        found = self.measures(sums)
-        return Summary(found.pop("loss"), round(num), found)
+        return summary_of(self, sums, num=sums[SUMS.index("pairs")])
 
     def measures(self, sums: Sequence[Any]) -> dict[str, Any]:
         """Return loss and, as means over pairs, scores, their margin and accuracy, and the answers' lengths."""

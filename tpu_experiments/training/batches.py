@@ -45,6 +45,7 @@ from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
 from tpu_experiments.models.parts.dropout import drops_by_rows, random_words
+from tpu_experiments.models.passes.generation import program_shapes as decoder_shapes
 from tpu_experiments.objectives.base import objective_class, prepared_arrays, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
@@ -626,11 +627,6 @@ def prompt_bucket(inputs: RunInputs, config: Config) -> int:
     return min(most, -(-max(len(prompt.ids) for prompt in each) // BUCKET) * BUCKET)
 
 
-def tokens_per_call(config: Config) -> int:
-    """Return the tokens of answers that one call of a program writes."""
-    return max(1, min(TOKENS_PER_CALL, config.rollout.max_new_tokens - 1))
-
-
 def scores_rollouts(config: Config) -> bool:
     """Return whether the model scores a rollout before it learns from it.
 
@@ -650,13 +646,12 @@ def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> di
     if config.objective.reads_start() or scores_rollouts(config):
         found["score"] = {(g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries}
     if config.rollout.sampler == "own":
-        bucket, num = prompt_bucket(inputs, config), config.rollout.num_rows
+        rollout, bucket = config.rollout, prompt_bucket(inputs, config)
         found["merge"] = {()}
         if config.optim.ema:
             found["merge averages"] = {()}
-        found[f"read {bucket}"] = {(num, bucket)}
-        if config.rollout.max_new_tokens > 1:
-            found[f"write {bucket}"] = {(num, tokens_per_call(config))}
+        how = {"max_new_tokens": rollout.max_new_tokens, "tokens_per_call": TOKENS_PER_CALL}
+        found |= decoder_shapes([bucket], num_rows=rollout.num_rows, **how)
     return found
 
 

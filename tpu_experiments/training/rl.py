@@ -40,7 +40,7 @@ from tpu_experiments.runtime.stacked import stacked
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.sealed import DamagedFile
 from tpu_experiments.storage.tensors import chunks_of, tensors_in
-from tpu_experiments.training.batches import StepInfo, prompt_bucket, scores_rollouts, tokens_per_call
+from tpu_experiments.training.batches import TOKENS_PER_CALL, StepInfo, prompt_bucket, scores_rollouts
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
 from tpu_experiments.training.merged import MergedCopy
@@ -111,7 +111,7 @@ class OwnSampler:
             choice=ChoiceConfig(do_sample=True, top_k=0),
             num_rows=config.rollout.num_rows,
             max_new_tokens=config.rollout.max_new_tokens,
-            tokens_per_call=tokens_per_call(config),
+            tokens_per_call=TOKENS_PER_CALL,
             seed=config.seed,
             weights=lambda: self._copy.tensors,
             is_alone=False,
@@ -281,9 +281,8 @@ class PolicyTrainer(Trainer):
     def rollout(self, stage: Stage, rows: ReplayedRows, *, first: int) -> Rollout:
         """Return the rollout whose first step of the stage is `first`: what is written, or sampled and written now."""
         number = self.progress.step - self.progress.stage_step + first
-        self.wait_and_record()
-        self.raise_requested_rollback()  # which would remove these answers
         with self.idle(), self.watch.measure("rollout"):
+            self.raise_requested_rollback()  # which would remove these answers
             found = self.stored(number)
             if self.runtime.any_process(found is None):
                 if self.progress.stage_step != first:
@@ -296,7 +295,7 @@ class PolicyTrainer(Trainer):
                 self.runtime.barrier("rollout")
                 found = self.stored(number)
             assert found is not None, "it is written"
-            self.progress.rollouts[str(number)] = self.store.sha256_of(number) or ""
+            self.progress.rollouts[str(number)] = found.sha256
         return found
 
     def stored(self, number: int) -> Rollout | None:

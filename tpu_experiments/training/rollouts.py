@@ -9,7 +9,7 @@ A run that was killed learns from what it finds here: neither sampler nor reward
 import hashlib
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,8 @@ class Rollout:
     """By the model as the run started; None where the loss does not read them."""
     rollbacks: int = 0
     """How often the run had gone back before; one that is killed behind a rollback may go that way once more."""
+    sha256: str = ""
+    """Of the file that it was read from; empty before it is written."""
 
     def answer_ids(self, row: int) -> list[int]:
         """Return the tokens of an answer, its end mark included."""
@@ -145,15 +147,10 @@ class RolloutStore:
                 f"{path}; its sha256 is {found}, and the checkpoint was trained on {sha256}: another run wrote it; "
                 "copy the run's own file back, or start anew under another name=."
             )
-        rollout = _rollout_of(content, path=path)
+        rollout = replace(_rollout_of(content, path=path), sha256=found)
         if rollout.iteration != iteration:
             raise DamagedFile(f"{path}; it is the file of iteration {rollout.iteration}; {ADVICE}")
         return rollout
-
-    def sha256_of(self, iteration: int) -> str | None:
-        """Return the SHA-256 of the file of an iteration; None where there is none."""
-        content = self._content(iteration)
-        return None if content is None else hashlib.sha256(content).hexdigest()
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a file, in order."""

@@ -256,6 +256,25 @@ class Completions:
     """Tokens of each answer, the one that ended it included."""
 
 
+def calls_of(max_new_tokens: int, *, tokens_per_call: int) -> tuple[int, int]:
+    """Return the calls that an answer takes after its first token, and the tokens that one of them writes."""
+    per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
+    return -(-(max_new_tokens - 1) // per_call), per_call
+
+
+def program_shapes(
+    buckets: Iterable[int], *, num_rows: int, max_new_tokens: int, tokens_per_call: int
+) -> dict[str, set[tuple[int, ...]]]:
+    """Return the shapes that a decoder's programs of these buckets are compiled for, as `Runtime.expect` takes them."""
+    num_calls, per_call = calls_of(max_new_tokens, tokens_per_call=tokens_per_call)
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for length in buckets:
+        shapes[f"read {length}"] = {(num_rows, length)}
+        if num_calls:
+            shapes[f"write {length}"] = {(num_rows, per_call)}
+    return shapes
+
+
 class Decoder:
     """Generates continuations of batches of prompts.
 
@@ -286,8 +305,7 @@ class Decoder:
         parts = runtime.folding.row_shards if runtime.folding is not None else 1
         self.num_rows = -(-num_rows // parts) * parts
         self.max_new_tokens, self.seed, self.weights, self.is_alone = max_new_tokens, seed, weights, is_alone
-        self.tokens_per_call = max(1, min(tokens_per_call, max_new_tokens - 1))
-        self.num_calls = -(-(max_new_tokens - 1) // self.tokens_per_call)
+        self.num_calls, self.tokens_per_call = calls_of(max_new_tokens, tokens_per_call=tokens_per_call)
         self.buckets: dict[int, Bucket] = {}
 
     @property
@@ -357,7 +375,8 @@ class Decoder:
         if bucket not in self.buckets:
             self.buckets[bucket] = Bucket(self, length=bucket)
             if self.is_alone:
-                self.runtime.expect(self.program_shapes(self.buckets))
+                how = {"max_new_tokens": self.max_new_tokens, "tokens_per_call": self.tokens_per_call}
+                self.runtime.expect(program_shapes(self.buckets, num_rows=self.num_rows, **how))
         # Row by row, so that an answer does not depend on the rows beside it.
         filled = [*prompts, *[prompts[-1]] * (self.num_rows - len(prompts))]
         uniforms_BN = np.stack([self._uniforms(draw) for draw in draws])
@@ -374,16 +393,6 @@ class Decoder:
     def _uniforms(self, draw: int) -> np.ndarray:
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed % 2**64, draw], np.uint64)))
         return random.random(1 + self.num_calls * self.tokens_per_call, dtype=np.float32)
-
-    def program_shapes(self, buckets: Iterable[int]) -> dict[str, set[tuple[int, ...]]]:
-        """Return the shapes that the programs of these buckets are compiled for, as `Runtime.expect` takes them."""
-        shapes: dict[str, set[tuple[int, ...]]] = {}
-        for length in buckets:
-            shapes |= {
-                f"read {length}": {(self.num_rows, length)},
-                f"write {length}": {(self.num_rows, self.tokens_per_call)},
-            }
-        return shapes
 
 
 class Bucket:

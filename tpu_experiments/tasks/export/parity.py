@@ -252,10 +252,10 @@ def compare(
     different = [line for line, one, other in zip(trained.texts.lines, trained.ids, split, strict=True) if one != other]
     reasons = [
         *_worse_than(interval, limit=limit),
-        *(_not_exact(largest) if is_exact and arithmetic == torch.float32 else ()),
-        *_not_of_form(rounding, beyond, part=PART_WITH_INPUTS if rounds_inputs else PART_OF_ROUNDING),
+        *(not_exact(largest) if is_exact and arithmetic == torch.float32 else ()),
+        *not_of_form(rounding, beyond, part=PART_WITH_INPUTS if rounds_inputs else PART_OF_ROUNDING),
         *not_kept(kept),
-        *([f"its tokenizer splits {len(different)} of {len(split)} lines into other tokens"] if different else ()),
+        *not_tokenized(len(different), of=len(split)),
     ]
     return Parity(
         form=form,
@@ -302,25 +302,32 @@ def _worse_than(ratio: Estimate, *, limit: float) -> Iterator[str]:
         yield f"perplexity {_told(ratio, digits=5)} times the trained model's, and {limit} is the most"
 
 
-def _not_exact(largest: float) -> Iterator[str]:
+def not_exact(largest: float, *, what: str = "log-probabilities") -> Iterator[str]:
     if largest > MAX_LOG_PROB_DIFF:
-        yield f"log-probabilities differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most"
+        yield f"{what} differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most"
 
 
-def _not_of_form(rounding: float | None, beyond: float | None, *, part: float) -> Iterator[str]:
+def not_of_form(
+    rounding: float | None, beyond: float | None, *, part: float, what: str = "log-probabilities", unit: str = " nats"
+) -> Iterator[str]:
     if rounding is None or beyond is None:
         return
     most = max(FLOAT32_RMS, part * rounding)
     if not beyond <= most:
         yield (
-            f"it is not the trained model with this form's rounding: log-probabilities are {beyond:.2g} nats from "
-            f"that (root mean square), and {most:.2g} is the most; rounding alone makes {rounding:.2g}"
+            f"it is not the trained model with this form's rounding: {what} are {beyond:.2g}{unit} from that (root "
+            f"mean square), and {most:.2g} is the most; rounding alone makes {rounding:.2g}"
         )
 
 
 def not_kept(kept: Estimate | None) -> Iterator[str]:
     if kept is not None and not (_ends(kept)[1] >= KEPT[0] and _ends(kept)[0] <= KEPT[1]):
         yield f"it holds {_told(kept, digits=2)} times what training changed, and {KEPT[0]} to {KEPT[1]} is allowed"
+
+
+def not_tokenized(num_different: int, *, of: int) -> Iterator[str]:
+    if num_different:
+        yield f"its tokenizer splits {num_different} of {of} lines into other tokens"
 
 
 def with_ends(name: str, found: Estimate | None) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from typing import Protocol
 import torch
 
 from tpu_experiments.tasks.export.parity import (
-    FLOAT32_RMS,
-    MAX_LOG_PROB_DIFF,
     PART_OF_ROUNDING,
     DocumentSums,
     Parity,
     Texts,
     kept_of,
+    not_exact,
     not_kept,
+    not_of_form,
+    not_tokenized,
     rms,
     with_ends,
 )
@@ -86,29 +87,13 @@ def compare_scores(
     ]
     largest = max(sums.largest for sums in found)
     rounding, beyond, kept = rms(found, "rounding"), rms(found, "beyond"), kept_of(found)
-    most = max(FLOAT32_RMS, PART_OF_ROUNDING * (rounding or 0.0))
     different = [line for line, ids in zip(trained.texts.lines, trained.ids, strict=True) if export.ids(line) != ids]
     reasons = [
         *([] if all(map(math.isfinite, theirs)) else ["a score is not finite"]),
-        *(
-            [f"scores differ by up to {largest:.2g}, and {MAX_LOG_PROB_DIFF} is the most"]
-            if is_exact and arithmetic == torch.float32 and largest > MAX_LOG_PROB_DIFF
-            else []
-        ),
-        *(
-            [
-                f"it is not the trained model with this form's rounding: scores are {beyond:.2g} from that (root mean "
-                f"square), and {most:.2g} is the most; rounding alone makes {rounding:.2g}"
-            ]
-            if beyond is not None and not beyond <= most
-            else []
-        ),
+        *(not_exact(largest, what="scores") if is_exact and arithmetic == torch.float32 else ()),
+        *not_of_form(rounding, beyond, part=PART_OF_ROUNDING, what="scores", unit=""),
         *not_kept(kept),
-        *(
-            [f"its tokenizer splits {len(different)} of {len(trained.ids)} lines into other tokens"]
-            if different
-            else []
-        ),
+        *not_tokenized(len(different), of=len(trained.ids)),
     ]
     return Parity(
         form=form,

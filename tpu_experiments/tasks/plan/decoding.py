@@ -13,7 +13,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ChoiceConfig, DecodeConfig
-from tpu_experiments.models.passes.generation import NEW, Bucket, Decoder
+from tpu_experiments.models.passes.generation import NEW, Bucket, Decoder, calls_of
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.planning.compiled import ITEM_BYTES, Compiled, Compilers, Planned, elements_of_chip, planned
@@ -72,7 +72,7 @@ class Submitted:
         hw, settings = self.config.hw, self.settings
         assert hw.chip is not None, "hardware without a datasheet is refused before"
         read, write, *merge = self.each
-        calls, per_call = calls_of(settings)
+        calls, per_call = calls_of(settings.max_new_tokens, tokens_per_call=settings.tokens_per_call)
         floor = bytes_of_chip(self.programs[1]) / (hw.chip.hbm_gb_per_second * 1e9)
         # No cycles are estimated for weights that are fetched while others are multiplied.
         token = max(floor, write.time.total_s / per_call) if write.time else None
@@ -98,12 +98,6 @@ class Submitted:
 def grouped(memory: ChipMemory) -> dict[str, float]:
     """Return GiB per chip of weights, cache and temporaries while tokens are written."""
     return {GROUPS.get(name, name): gib for name, gib in memory.classes.items()}
-
-
-def calls_of(settings: DecodeConfig) -> tuple[int, int]:
-    """Return the calls that an answer takes after its first token, and the tokens that one of them writes."""
-    per_call = max(1, min(settings.tokens_per_call, settings.max_new_tokens - 1))
-    return -(-(settings.max_new_tokens - 1) // per_call), per_call
 
 
 def bytes_of_chip(program: Lowered) -> int:
@@ -136,7 +130,7 @@ def submit_decoding(
     runtime = tracing_runtime(config.hw, sharding=read_alone(config.sharding))
     source = shapes_source(config)
     check_heads(runtime.mesh, source.config)
-    calls, per_call = calls_of(settings)
+    calls, per_call = calls_of(settings.max_new_tokens, tokens_per_call=settings.tokens_per_call)
     limit, slots = getattr(source.config, "max_position_embeddings", None), settings.prompt_tokens + calls * per_call
     if limit is not None and slots > limit:
         raise ConfigError(

@@ -6,10 +6,11 @@ from typing import Any
 from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import DecodeConfig, PlanTaskConfig
+from tpu_experiments.models.passes.generation import calls_of
 from tpu_experiments.planning.decoding import Decoding
 from tpu_experiments.planning.iteration import Iteration, iteration_of
 from tpu_experiments.planning.plan import Plan, Shortage
-from tpu_experiments.training.batches import RunInputs, prompt_bucket, scores_rollouts, tokens_per_call
+from tpu_experiments.training.batches import TOKENS_PER_CALL, RunInputs, prompt_bucket, scores_rollouts
 
 
 def writes_rollouts(config: Config) -> bool:
@@ -34,7 +35,7 @@ def answers_of(config: Config, settings: DecodeConfig) -> DecodeConfig:
         rows=config.rollout.num_rows,
         prompt_tokens=prompt_bucket(inputs, config),
         max_new_tokens=config.rollout.max_new_tokens,
-        tokens_per_call=tokens_per_call(config),
+        tokens_per_call=calls_of(config.rollout.max_new_tokens, tokens_per_call=TOKENS_PER_CALL)[1],
         top_k=0,
     )
 
