@@ -58,6 +58,8 @@ def test_a_run_begins_at_ln_2_and_compiles_nothing_more(whole):
     assert losses(folder)[-1] < 0.6
     assert result["compiles_after_warmup"] == 0
     assert len(references(folder)) == 2
+    lengths = sum(result["eval_measures"][f"{side}_tokens"] for side in ("chosen", "rejected"))
+    assert result["eval_tokens"] == pytest.approx(lengths * result["eval_pairs"])
     before, *_, after = (record for record in records(folder) if "eval/loss" in record)
     assert before["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert before["eval/rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -146,7 +148,8 @@ def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second
 
 def of_single(tmp_path):
     """Words of a KTO run on two good answers and a bad one in turn."""
-    rows = [json.loads(line) for line in (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").open()]
+    text = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
     sides = ("chosen", "rejected", "chosen")
     single = [
         {
@@ -194,4 +197,6 @@ def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
     assert sum(part["num_documents"] for part in parts) == own["num_documents"]
     (record,) = [each for each in records(folders[0]) if "eval/loss" in each][-1:]
     assert result["ranked_by"] == "rewards/accuracies"
+    assert result["eval_answers"] <= result["eval_tokens"]
+    assert found["documents_are"] == "rows of answers"
     assert result["eval_measures"]["rewards/accuracies"] == record["eval/rewards/accuracies"]
