@@ -146,6 +146,32 @@ def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second
     assert found["pairs"]["base"]["logps/chosen"]["value"] != pytest.approx(of_first, rel=1e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [("lora.init=pissa",), ("lora.init=loftq", "model.base=nf4")], ids=str)
+def test_a_run_that_began_with_adapters_of_the_base_is_evaluated_against_them(tmp_path, start):
+    """The reference of task=evaluate is that of training, also of a run that goes on from such a one."""
+    text = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text()
+    (tmp_path / "pairs.jsonl").write_text("\n".join(text.splitlines()[:80]))
+    source = "data.stories_pairs_ro"
+    unasked = (f"~{source}.questions.{name}" for name in ("one_person", "several_persons"))
+    words = (*WORDS[:-2], *start, "lora.r=4", "hw.runtime=eager", f"{source}.path={tmp_path / 'pairs.jsonl'}", *unasked)
+    words = (*words, "trainer.max_eval_rows=64")
+    for name, more in {"first": (), "second": (f"start.run={tmp_path / 'first'}",)}.items():
+        done = run(*words, *more, f"name={name}", output_dir=tmp_path)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        done = run(
+            *(f"task.run={tmp_path / name}", "task=evaluate", "task.split=evaluation", "hw.runtime=eager"),
+            output_dir=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / name / "evaluation_results.json").read_text())["sources"]["stories_pairs_ro"]
+        assert found["num_documents"] == result["eval_pairs"]
+        for side, suffix in (("base", "_before"), ("trained", "")):
+            own = result[f"eval_measures{suffix}"]
+            assert {each: found[side][each]["value"] for each in own} == pytest.approx(own, abs=1e-4)
+
+
 def of_single(tmp_path):
     """Words of a KTO run on two good answers and a bad one in turn."""
     text = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text()
