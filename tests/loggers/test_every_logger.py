@@ -35,7 +35,29 @@ def ended(*words: str, output_dir: Path) -> str:
     return done.stderr
 
 
-def require_whole(folder: Path, *, starts: int = 1) -> str:
+def of_pairs(tmp_path: Path) -> tuple[str, ...]:
+    """Words of the job on sixty pairs of answers, of which no questions are asked."""
+    pairs = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text().splitlines()[:60]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
+    source = "data.stories_pairs_ro"
+    unasked = (f"~{source}.questions.{name}" for name in ("one_person", "several_persons"))
+    return ("objective=dpo", "data=stories_pairs_ro", f"{source}.path={tmp_path / 'pairs.jsonl'}", *unasked)
+
+
+def require_rewards(folder: Path) -> None:
+    """Require rewards, margins and accuracies of every step and evaluation, by the same names in each logger."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = b"".join(file.read_bytes() for file in folder.glob("wandb/*/run-*.wandb"))
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl"):
+        for key in (f"train/{name}", f"eval/{name}", f"eval/{name}_stories_pairs_ro"):
+            known = {record["step"]: record[key] for record in records if key in record}
+            assert {event.step: event.value for event in events.Scalars(key)} == pytest.approx(known), key
+            assert key.encode() in written
+            assert all(str(value).encode() in written for value in known.values()), key
+
+
+def require_whole(folder: Path, *, starts: int = 1, measure: str = "eval/bits_per_byte") -> str:
     """Require every step once in each logger's record; return the run's id at W&B."""
     assert LOGGERS == ["console", "jsonl", "tensorboard", "wandb"], "each has its line below"
     lines = [line for line in (folder / "run.log").read_text().splitlines() if " loss " in line and "tok/s" in line]
@@ -52,7 +74,7 @@ def require_whole(folder: Path, *, starts: int = 1) -> str:
     (name,) = {file.stem for part in parts for file in part.glob("run-*.wandb")}
     written = b"".join(file.read_bytes() for part in parts for file in part.glob("run-*.wandb"))
     assert all(str(loss).encode() in written for loss in losses.values())
-    assert written.count(b"eval/bits_per_byte") > 1
+    assert written.count(measure.encode()) > 1
     assert ID.fullmatch(name.removeprefix("run-"))
     return name
 
@@ -88,3 +110,23 @@ def test_a_sweep_over_two_keys(tmp_path: Path, more: tuple[str, ...]) -> None:
 def test_several_processes(tmp_path: Path) -> None:
     ended(*JOB, "hw.parallel=spawn", "hw.num_devices=2", output_dir=tmp_path)
     require_whole(tmp_path / "toy")
+
+
+@pytest.mark.slow
+def test_preferences_alone_resumed_and_in_a_pack(tmp_path: Path) -> None:
+    """Rewards, margins and accuracies of training and of evaluations are in every logger under one name."""
+    words, measure = (*JOB, *of_pairs(tmp_path)), "eval/rewards/margins"
+    ended(*words, output_dir=tmp_path)
+    folder = tmp_path / "toy"
+    require_rewards(folder)
+    name = require_whole(folder, measure=measure)
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_00000003")
+    assert "resumed" in ended(*words, output_dir=tmp_path)
+    assert require_whole(folder, starts=2, measure=measure) == name
+    require_rewards(folder)
+    ended("-m", *words, "objective.beta=0.1,0.3", "sweeping.pack=2", output_dir=tmp_path)
+    points = sorted((tmp_path / "sweeps" / "toy").glob("objective.beta=*"))
+    assert len({require_whole(point, measure=measure) for point in points}) == 2
+    for point in points:
+        require_rewards(point)
