@@ -61,7 +61,7 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
                 written = answers_of(config, settings.decode)
                 if written.rows is not None and which == "all":
                     answers[number] = submit_decoding(
-                        config, written, compilers=compilers, folder=folder, merge=run.merge
+                        config, written, compilers=compilers, folder=folder, merges=run.merges
                     )
             except ConfigError as error:
                 traced.append(error)
