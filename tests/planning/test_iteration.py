@@ -125,6 +125,7 @@ def test_a_run_on_its_own_answers_is_planned_whole(tmp_path):
     assert own["reward_seconds"] == 0.25
     assert found["run"]["seconds"]["rollouts"] == pytest.approx(10 * (own["seconds"] - own["update_seconds"]))
     assert f"{own['seconds']:.3f} s (estimate): 4 prompts x 4 answers, 1 optimizer steps" in done.stdout
+    assert found["run"]["seconds"]["compiling"] == pytest.approx(found["compile_seconds"])
     assert "per 1,000 iterations" in done.stdout
 
 
