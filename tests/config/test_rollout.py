@@ -102,6 +102,25 @@ def test_refused_with_other_settings(rl, words, sentence):
     assert sentence in str(error.value)
 
 
+def test_what_does_not_divide_is_one_sentence_on_several_chips(rl):
+    with pytest.raises(ConfigError) as error:
+        check(rl("hw=v5e8", "model.dtype=bfloat16", prompts=32, samples=8, updates=3))
+    assert str(error.value) == (
+        "rollout.updates=3 does not divide the 256 answers of rollout.prompts=32 x samples=8; use a divisor of 256."
+    )
+
+
+def test_prompts_are_no_longer_than_a_row_leaves_room_for(rl):
+    words = ["trainer.seq_len=384"]
+    check(rl(*words, max_prompt_tokens=128))
+    with pytest.raises(ConfigError) as error:
+        check(rl(*words, max_prompt_tokens=129))
+    assert str(error.value) == (
+        "rollout.max_prompt_tokens=129 with rollout.max_new_tokens=256 and trainer.seq_len=384; a row leaves 128 "
+        "tokens for a prompt; use at most as many, or longer rows, trainer.seq_len=385."
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

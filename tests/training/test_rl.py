@@ -152,9 +152,13 @@ def test_what_a_checkpoint_names_must_be_there(whole, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xla
-def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_path) -> None:
-    """The copy that answers are written with has the log-probabilities of the folded model."""
-    result = finished(*COMMON, output_dir=tmp_path, as_typed=True)
+@pytest.mark.parametrize("base", ["dense", "int8"])
+def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_path, base) -> None:
+    """The copy that answers are written with has the log-probabilities of the folded model.
+
+    Adapters are in its weights, and beside codes of int8.
+    """
+    result = finished(*COMMON, f"model.base={base}", output_dir=tmp_path, as_typed=True)
     assert result["num_compiles"] == result["expected_programs"] == 6
     assert result["compiles_after_warmup"] == 0
     store = RolloutStore(str(tmp_path / "own" / "rollouts"))

@@ -76,6 +76,7 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop", "rewritten_answers": "split"},
     "tokens_per_parameter": None,
     "label_field": None,
+    "total_documents": None,
     "weight_decay": None,
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
