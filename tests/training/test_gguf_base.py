@@ -23,6 +23,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_on_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = load_tokenizer(str(SAMPLES / "tokenizer"), revision=None, chat_template_path=None)
