@@ -61,6 +61,7 @@ from tpu_experiments.models.sources.conversion import (
 )
 from tpu_experiments.models.sources.unread import require_known
 from tpu_experiments.quantisation.parts import PartsLayout, layout_of, rounds_inputs
+from tpu_experiments.storage.gguf.opening import opened
 from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
@@ -782,9 +783,14 @@ def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
 
 
 def local_path(model: ModelConfig) -> Path | None:
-    """Return `model.path` as a folder, relative to here or to the repository's root; None for a Hub id."""
+    """Return `model.path` as a folder, relative to here or to the repository's root; None for a Hub id.
+
+    Raises:
+        ConfigError: it is a GGUF file that cannot be read as a model.
+    """
     local = find_local(model.path)
-    return local.resolve() if local is not None and local.is_dir() else None
+    folder = None if local is None else opened(local, revision=model.revision)
+    return folder.resolve() if folder is not None and folder.is_dir() else None
 
 
 def _local_folder(model: ModelConfig) -> Path:
