@@ -171,14 +171,15 @@ def with_delta_nets(model: nn.Module) -> None:
     """Replace transformers' Gated DeltaNet modules of a model, in place.
 
     Raises:
-        ConfigError: its class has none of those that are known here, or they have a bias behind the convolution.
+        ConfigError: a layer is of a class that is not known here.
     """
     known = [(name, part) for name, part in model.named_modules() if type(part).__name__ in CLASSES]
     config: Any = model.config
-    if len(known) != sum(kind in LAYERS for kind in config.layer_types):
+    count = sum(kind in LAYERS for kind in config.layer_types)
+    if len(known) != count:
         raise ConfigError(
-            f"model.arch.model_type={config.model_type}; {len(known)} of its linear_attention layers are of a class "
-            f"that is computed here ({', '.join(CLASSES)}); install the transformers of launch/requirements.lock."
+            f"model.arch.model_type={config.model_type}; {len(known)} of its {count} linear_attention layers are of a "
+            f"class that is computed here ({', '.join(CLASSES)}); install the versions of launch/requirements.lock."
         )
     for name, part in known:
         model.set_submodule(name, CLASSES[type(part).__name__](part))

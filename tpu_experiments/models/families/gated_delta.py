@@ -165,10 +165,12 @@ class _Chunks:
         rate_BNKL1 = self.rate_BNKL[..., None]
         new_BNKLE = inverse @ (self.value_BNKLE * rate_BNKL1)
         read_BNKLD = inverse @ (self.key_BNKLD * (rate_BNKL1 * since_BNKL1))
+        scores_BNKLL = self.query_BNKLD @ key_BNKDL * decay
         before, last = self._states(new_BNKLE, read_BNKLD)
+        if before is None:
+            return (scores_BNKLL @ new_BNKLE).flatten(2, 3), last
         new_BNKLE = new_BNKLE - read_BNKLD @ before
-        made = self.query_BNKLD @ key_BNKDL * decay @ new_BNKLE + (self.query_BNKLD * since_BNKL1) @ before
-        return made.flatten(2, 3), last
+        return (scores_BNKLL @ new_BNKLE + (self.query_BNKLD * since_BNKL1) @ before).flatten(2, 3), last
 
     def _decay_within(self) -> Tensor:
         """Return the decay from each token to a later one or itself of its document and chunk, (B, N, K, L, L)."""
@@ -187,8 +189,8 @@ class _Chunks:
         """Return the segment of the token before each chunk, (B, 1, K)."""
         return F.pad(self.segments_B1KL[..., :-1, -1], (1, 0), value=OUTSIDE - 1)
 
-    def _states(self, new_BNKLE: Tensor, read_BNKLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state before each chunk (B, N, K, D, E), and after the last one.
+    def _states(self, new_BNKLE: Tensor, read_BNKLD: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the state before each chunk (B, N, K, D, E), None where there is one chunk, and after the last one.
 
         Args:
             new_BNKLE: corrections of an empty state.
@@ -198,11 +200,14 @@ class _Chunks:
         coarse, fine = (each[..., -1:] - each for each in (self.coarse_BNKL, self.fine_BNKL))
         until_BNKL = torch.exp((coarse + fine).masked_fill(self.segments_B1KL != last_B1K1, -torch.inf))
         written_BNKDL = (self.key_BNKLD * until_BNKL[..., None]).transpose(-1, -2)
-        added_BNKDE, removed_BNKDD = written_BNKDL @ new_BNKLE, written_BNKDL @ read_BNKLD
+        added_BNKDE = written_BNKDL @ new_BNKLE
+        state = added_BNKDE[:, :, 0]
+        if added_BNKDE.shape[2] == 1:
+            return None, state
+        removed_BNKDD = written_BNKDL @ read_BNKLD
         kept_BNK11 = self._decay_of_state()[..., -1:, :]
-        state = torch.zeros_like(added_BNKDE[:, :, 0])
-        before: list[Tensor] = []
-        for k in range(added_BNKDE.shape[2]):
+        before = [torch.zeros_like(state)]
+        for k in range(1, added_BNKDE.shape[2]):
             before.append(state)
             state = state * kept_BNK11[:, :, k] - removed_BNKDD[:, :, k] @ state + added_BNKDE[:, :, k]
         return torch.stack(before, 2), state
