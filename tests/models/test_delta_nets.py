@@ -8,19 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.models.generation.small import prompts_of
+from tests.models.test_families import alone
 from tests.objectives.test_replaced_token import num_reads
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.families import delta_net, gated_delta
 from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.passes.generation import Decoder
+from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -101,6 +105,26 @@ def test_tokens_from_the_states_are_those_of_transformers_in_two_programs():
     assert runtime.counters().num_compiles - before == decoder.num_programs == 2
     shapes = [tuple(t.shape) for name, t in decoder.buckets[BUCKET].state.items() if name.startswith("layer0")]
     assert shapes == [(3, 3, 128), (3, 4, 16, 16)]  # of no slots
+
+
+def test_the_text_of_a_checkpoint_that_sees_is_loaded(tmp_path):
+    """As the Hub's are: with a vision tower, and a head for further tokens, whose names transformers ignores."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**composed(*TINY, *TWO).model.tiny_arch, "tie_word_embeddings": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 64}
+    torch.manual_seed(0)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    theirs = Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({**stored, "mtp.fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
+    source = HuggingFaceModel(ModelConfig(name="x", path=str(tmp_path), dtype="float32", attention="flash"), seed=0)
+    built = build_model(source, lora=LoraConfig(r=0), seed=0, place=lambda tensor, name: tensor)
+    rows = {name: tensor[0, :1] for name, tensor in random_batch(3).items() if name != "lr"}
+    with torch.no_grad():
+        ours = logits_of(built.module.eval(), built.trainable, rows)[0][rows["segments"][0] > 0]
+    torch.testing.assert_close(ours, alone(theirs, rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "fsdp_tensor"])
