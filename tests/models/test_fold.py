@@ -25,6 +25,8 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.ate
 MODELS = {
     "mistral7b": ["model.tiny_arch.num_hidden_layers=3"],
     "qwen05b": ["model.tiny_arch.num_hidden_layers=3"],
+    # a period of four: three layers of Gated DeltaNet, one of attention
+    "qwen35_08b": [],
     # a period of two, and one layer left over
     "gemma3_270m": [
         "model.tiny_arch.num_hidden_layers=5",
@@ -80,6 +82,7 @@ def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict
         pytest.param("mistral7b", "all_linear_r8", marks=pytest.mark.slow),
         ("gemma3_270m", "all_linear_r8"),
         ("qwen05b", "none"),
+        pytest.param("qwen35_08b", "all_linear_r8", marks=pytest.mark.slow),
     ],
 )
 def test_folded_is_plain(gradients_of, model, lora):

@@ -164,6 +164,9 @@ OWN_CLASSES = {
 """Classes of the project in the place of transformers', by head and model type, with the same parameters.
 
 They are imported when a model is of theirs."""
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+"""Model types whose layers with a state are computed by models/families/delta_net.py, in the place of transformers'
+modules."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +335,12 @@ class HuggingFaceModel:
         own = OWN_CLASSES.get((self.head, config.model_type))
         if own is not None:
             return cast(PreTrainedModel, resolve_name(own)._from_config(config, dtype=dtype))
-        return self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if config.model_type in DELTA_NETS:
+            from tpu_experiments.models.families.delta_net import with_delta_nets
+
+            with_delta_nets(model)
+        return model
 
     def built_by_transformers(
         self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
