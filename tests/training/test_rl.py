@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.benchmarks.crash_rl import WORDS, rollouts
+from tests.training.crashing import Run, require_equal
 from tests.training.runs import finished, records, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import StageRows
@@ -275,3 +277,17 @@ def test_the_trainer_of_answers_is_chosen_by_the_objective(make_config) -> None:
     other.trainer._target_ = f"{__name__}.Another"
     with pytest.raises(ConfigError, match=r"derive it from tpu_experiments\.training\.rl\.PolicyTrainer"):
         trainer_class(other)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_while_they_write_answers_end_in_the_same_bytes(tmp_path) -> None:
+    """Both write all answers; the first has them rewarded, and writes what both read."""
+    words = (*WORDS, "hw.runtime=eager", "hw.parallel=spawn", "hw.num_devices=2", "trainer.max_stage_steps=4")
+    whole, killed = Run(tmp_path / "whole", words), Run(tmp_path / "killed", words)
+    whole.finish()
+    assert killed.kill_after_line("stage main", delay=0.3)
+    assert killed.kill_after_line("step 2", delay=0.3)
+    killed.finish()
+    require_equal(killed, whole)
+    assert rollouts(killed) == rollouts(whole)
+    assert len(rollouts(whole)) == 3  # two iterations, and the start
