@@ -127,7 +127,7 @@ def test_texts_that_differ_are_told_up_to_a_number() -> None:
     [
         (RewardConfig("tests.rewards.faulty.of_two"), "takes (prompt: str, completion: str) -> float: too many"),
         (RewardConfig("length"), "missing a required argument: 'most'"),
-        (RewardConfig("exact", arguments={"colum": "a"}), "got an unexpected keyword argument 'colum'"),
+        (RewardConfig("exact", arguments={"field": "a"}), "got an unexpected keyword argument 'field'"),
         (RewardConfig("tests.rewards.faulty.nothing"), "it is no function but of type int"),
     ],
 )
