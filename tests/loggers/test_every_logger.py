@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,22 @@ def of_pairs(tmp_path: Path) -> tuple[str, ...]:
     return ("objective=dpo", "data=stories_pairs_ro", f"{source}.path={tmp_path / 'pairs.jsonl'}", *unasked)
 
 
-def require_rewards(folder: Path) -> None:
-    """Require rewards, margins and accuracies of every step and evaluation, by the same names in each logger."""
+def of_pairs_named() -> list[str]:
+    """What records have of a step and an evaluation on pairs."""
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")
+    return [key for name in names for key in (f"train/{name}", f"eval/{name}", f"eval/{name}_stories_pairs_ro")]
+
+
+def require_measures(folder: Path, keys: Sequence[str]) -> None:
+    """Require measures by the same names in each logger, wherever a record has them."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     written = b"".join(file.read_bytes() for file in folder.glob("wandb/*/run-*.wandb"))
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl"):
-        for key in (f"train/{name}", f"eval/{name}", f"eval/{name}_stories_pairs_ro"):
-            known = {record["step"]: record[key] for record in records if key in record}
-            assert {event.step: event.value for event in events.Scalars(key)} == pytest.approx(known), key
-            assert key.encode() in written
-            assert all(str(value).encode() in written for value in known.values()), key
+    for key in keys:
+        known = {record["step"]: record[key] for record in records if key in record}
+        assert {event.step: event.value for event in events.Scalars(key)} == pytest.approx(known), key
+        assert key.encode() in written
+        assert all(str(value).encode() in written for value in known.values()), key
 
 
 def require_whole(folder: Path, *, starts: int = 1, measure: str = "eval/bits_per_byte") -> str:
@@ -118,15 +124,28 @@ def test_preferences_alone_resumed_and_in_a_pack(tmp_path: Path) -> None:
     words, measure = (*JOB, *of_pairs(tmp_path)), "eval/rewards/margins"
     ended(*words, output_dir=tmp_path)
     folder = tmp_path / "toy"
-    require_rewards(folder)
+    require_measures(folder, of_pairs_named())
     name = require_whole(folder, measure=measure)
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step_00000003")
     assert "resumed" in ended(*words, output_dir=tmp_path)
     assert require_whole(folder, starts=2, measure=measure) == name
-    require_rewards(folder)
+    require_measures(folder, of_pairs_named())
     ended("-m", *words, "objective.beta=0.1,0.3", "sweeping.pack=2", output_dir=tmp_path)
     points = sorted((tmp_path / "sweeps" / "toy").glob("objective.beta=*"))
     assert len({require_whole(point, measure=measure) for point in points}) == 2
     for point in points:
-        require_rewards(point)
+        require_measures(point, of_pairs_named())
+
+
+@pytest.mark.slow
+def test_own_answers(tmp_path: Path) -> None:
+    """Rewards by function, lengths, entropy, ratios and seconds of an iteration are in every logger under one name."""
+    words = ("objective=grpo", "reward=length", "rollout.rewards.length.arguments.most=2", "data=sample_chat")
+    rows = ("rollout.prompts=2", "rollout.samples=4", "trainer.global_batch_rows=8", "trainer.seq_len=128")
+    ended(*JOB, *words, *rows, output_dir=tmp_path)
+    train = ("reward", "reward_std", "rewards/length/mean", "rewards/length/std", "frac_reward_zero_std", "no_reward")
+    train += ("completions/mean_length", "completions/clipped_ratio", "entropy", "ratio", "clip_ratio/low")
+    keys = [*(f"train/{name}" for name in train), "eval/reward", "eval/rewards/length", "perf/sample_seconds"]
+    require_measures(tmp_path / "toy", keys)
+    require_whole(tmp_path / "toy", measure="eval/rewards/length")
