@@ -103,9 +103,9 @@ def test_routed_experts_of_folded_layers_are_those_of_every_expert(gradients_of,
     arch = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     settings = [f"++model.tiny_arch.{name}={value}" for name, value in arch.items()]
     settings += [f"lora={lora}", *(["lora.targets=[q_proj,v_proj]"] if lora != "none" else [])]
-    before = _grouped_computation.cache_info().misses
+    _grouped_computation.cache_clear()
     folded = gradients_of("qwen05b", *settings, products=GroupedProducts(Mesh(), target="interpreted"))
-    assert _grouped_computation.cache_info().misses > before
+    assert _grouped_computation.cache_info().misses
     assert any(is_stack(name) for name in folded[2].parameters)
     agree(folded, gradients_of("qwen05b", *settings, eager=True))
 
