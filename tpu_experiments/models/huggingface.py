@@ -41,7 +41,7 @@ from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.families.classification import logit_layer
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
-from tpu_experiments.models.parts.experts import EVERY_EXPERT
+from tpu_experiments.models.parts.experts import STATIC
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, UNFIT, rehearse
 from tpu_experiments.models.sources.buffers import (
@@ -217,7 +217,7 @@ class HuggingFaceModel:
 
             require_settings(model, self.config)
         self.config._attn_implementation = self._attention()
-        self.config._experts_implementation = EVERY_EXPERT
+        self.config._experts_implementation = STATIC
         self.labels_of_checkpoint = None if self.folder is None else own_labels(self.config)
         if labels:
             set_labels(self.config, labels)
