@@ -109,7 +109,7 @@ def _make(file: Path, folder: Path) -> None:
     freqs = _decoded(header, ROPE_FREQS).tolist() if ROPE_FREQS in header.tensors else None
     config = _config(header, freqs)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     names = {name: gguf_name(name, arch=header.values["general.architecture"]) for name in shapes}
     require_every_tensor(
@@ -266,7 +266,8 @@ def _divergence(folder: Path, theirs_TV: Tensor, ids: list[int]) -> float:
     library_log.set_verbosity_error()
     library_log.disable_progress_bar()
     try:
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **how)
     finally:
         library_log.set_verbosity(level)
         if bars:
