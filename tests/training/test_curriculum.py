@@ -28,7 +28,7 @@ STAGES = (
     "curriculum.stages.chat.lr=300",  # with 50 the loss falls once more; with 2000 gradients are infinite
     "curriculum.stages.chat.schedule={name:cosine,warmup_steps:2,floor:0.1}",
     "curriculum.stages.chat.replay=0.25",
-    "curriculum.stages.chat.exit={patience:2,min_delta:0.01,ends_with:best}",
+    "curriculum.stages.chat.exit={patience:2,min_delta:0.03,ends_with:best}",
     "curriculum.stages.chat.trainable=['*lora_B']",
     "logger=jsonl",
 )
