@@ -11,6 +11,7 @@ The server is this file, run as a program: `python tests/forks.py SOCKET`.
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib.util
 import io
@@ -299,6 +300,7 @@ def become(request: Mapping[str, Any], outputs: Sequence[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    faulthandler.register(signal.SIGUSR2)  # writes every thread's stack to stderr
     return list(request["command"])
 
 

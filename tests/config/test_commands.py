@@ -239,17 +239,17 @@ def test_those_of_the_notebooks(name: str, place: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "a=b,c", "${x}$HOME", "(y)[z]", "back\\", "`id`;|&<>!*?"])
 def test_what_to_write_instead_of_a_folder(tmp_path: Path, name: str) -> None:
-    """Of an adapter, a run, and a file of GGUF."""
+    """Of an adapter, a run, and a folder with a GGUF file."""
     for file, named, keys in (
         ("adapter_config.json", "", ("start.run", "task.adapter")),
         ("identity.json", "", ("start.run", "task.run")),
-        ("x.gguf", "/x.gguf", ("task.gguf",)),
+        ("x.gguf", "/x.gguf", ("model.path",)),
     ):
         folder = tmp_path / file / name
         folder.mkdir(parents=True)
         (folder / file).write_text("{}")
         with pytest.raises(ConfigError) as refused:
-            require_checkpoint(f"{folder}{named}")
+            require_checkpoint(str(folder))
         for key in keys:
             assert typed(override_of(key, f"{folder}{named}")) in str(refused.value)
 

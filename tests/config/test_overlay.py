@@ -122,7 +122,7 @@ ALL_KEYS = sorted(set(keys_of_the_schema()))
 def test_an_overlay_sets_what_a_search_varies_and_no_other_key() -> None:
     """Each key of the schema: `model.remote_code`, `plugins`, `trainer._target_`, `output_dir` and 380 more."""
     taken = [key for key in ALL_KEYS if "may set only" not in said_of(f"{key}: null")]
-    assert sorted(taken) == sorted(search_keys()) == sorted(SPEED)
+    assert sorted(taken) == sorted(search_keys()) == sorted((*SPEED, "rollout.prompts"))
     assert len(ALL_KEYS) > 380
     assert {"model.remote_code", "plugins", "trainer._target_", "output_dir", "data.x.path", "hw.env"} < set(ALL_KEYS)
 

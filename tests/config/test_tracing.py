@@ -22,6 +22,7 @@ OWN_CODE = {
         ((), REPLAY_STEPS),
         (("hw=v6e8", "model=mistral7b"), 1),
         (UNROLLED, REPLAY_STEPS),
+        (("hw=v6e8", "model=mistral7b", "objective=grpo", "reward=number", "data=gsm8k"), REPLAY_STEPS),
         ((*UNROLLED, "trainer.trace_every_steps=500"), 500),
         ((*UNROLLED, "trainer.trace_every_steps=1"), 1),
     ],

@@ -608,6 +608,9 @@ def test_the_prompt_of_a_single_answer_is_cut(tmp_path, tokenizer, good):
             "'messages'",
         ),
         ({"question": " ", "completion": "Da.", "label": True}, "has nothing in 'question', which"),
+        ({"question": None, "completion": "Da.", "label": True}, "has nothing in 'question', which"),
+        ({"prompt": "Ce?", "response": None, "label": True}, "has an empty answer in 'response'"),
+        ({"prompt": "Ce?", "response": "Da.", "kto_tag": None}, "has null in 'kto_tag'"),
         ({"prompt": "Ce?", "label": True}, "a turn of the assistant in 'prompt' nor a field 'completion or response"),
     ],
 )
@@ -622,6 +625,40 @@ def test_an_empty_answer_of_a_pair_is_told_with_its_column(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", [row])
     (refused,) = read(path, kind="preference", format="explicit_prompt")
     assert "has an empty answer in 'rejected_response'" in refused.message
+
+
+@pytest.mark.parametrize("format", ["explicit_prompt", "implicit_prompt"])
+def test_a_null_is_told_with_its_column(tmp_path, format):
+    prompt = [{"role": "user", "content": "Ce?"}]
+    chosen = [*(prompt if format == "implicit_prompt" else []), {"role": "assistant", "content": "Da."}]
+    rows = [{"question": "Ce?", "chosen": chosen, "rejected_response": None}]
+    if format == "explicit_prompt":
+        rows.append({"question": None, "chosen": "Da.", "rejected_response": "Nu."})
+    found = read(write_lines(tmp_path / "rows.jsonl", rows), kind="preference", format=format)
+    assert "has an empty answer in 'rejected_response'" in found[0].message
+    assert all("has nothing in 'question', which" in refused.message for refused in found[1:])
+
+
+def test_a_system_turn_in_one_conversation_alone_is_told(tmp_path):
+    turns = [{"role": "user", "content": "Ce?"}, {"role": "assistant", "content": "Da."}]
+    other = [{"role": "system", "content": "Scurt."}, turns[0], {"role": "assistant", "content": "Nu."}]
+    path = write_lines(tmp_path / "rows.jsonl", [{"chosen": turns, "rejected": other}])
+    (refused,) = read(path, kind="preference", format="implicit_prompt")
+    assert "in 'chosen' and 'rejected' that begin with a system turn in the rejected one alone" in refused.message
+
+
+def test_turns_behind_the_answers_are_told_as_not_read(tmp_path):
+    turns = [{"role": "user", "content": "Ce?"}, {"role": "assistant", "content": "Da."}]
+    more = [turns[0], {"role": "assistant", "content": "Nu."}, {"role": "user", "content": "Mulțumesc."}]
+    path = write_lines(
+        tmp_path / "pairs.jsonl", [{"chosen": turns, "rejected": more}, {"chosen": turns, "rejected": more[:2]}]
+    )
+    found = read(path, kind="preference", format="implicit_prompt")
+    assert [each.unread for each in found] == [("rejected[] after its last answer",), ()]
+    path = write_lines(tmp_path / "single.jsonl", [{"messages": more, "label": True}])
+    (single_answer,) = read(path, kind="preference", format="unpaired")
+    assert single_answer.unread == ("messages[] after its last answer",)
+    assert [role for role, _ in single_answer.messages] == ["user", "assistant"]
 
 
 def test_rows_without_a_label_are_no_single_answers(tmp_path):

@@ -276,7 +276,8 @@ def test_nothing_held_out(tmp_path, tokenizer):
 
 def test_nothing_to_train_on(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "unu"}, {"text": "doi"}, {"text": " "}])
-    sentence = r"no row is left to train on \(3 documents were read, left out: 1 empty\)"
+    counts = r"no row is left to train on \(3 documents were read, left out: 1 empty\); "
+    sentence = counts + r"line 3 of a\.jsonl has no text; lower"
     source = text_source(path, eval_fraction=0.5, test_fraction=0.4999)
     with pytest.raises(ConfigError, match=sentence):
         prepared({"a": source}, folder=tmp_path / "p", tokenizer=tokenizer)

@@ -38,9 +38,9 @@ from tpu_experiments.export.gguf import (
     write_models,
 )
 from tpu_experiments.export.weights import WholeModel, whole_model
-from tpu_experiments.tasks.export import llama_cpp
+from tpu_experiments.storage.gguf import llama_cpp, splits
+from tpu_experiments.storage.gguf.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.forms import WRITERS, _license
-from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.subject import Subject
 from tpu_experiments.tasks.generate.origin import Origin
 
@@ -563,12 +563,12 @@ DIGITS = pre_tokenizers.Sequence(
 PRE_TOKENIZERS = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False),
     "smollm": (DIGITS, False),
-    "llama-bpe": (split_by(gguf_tokenizer.LLAMA3), True),
-    "dbrx": (split_by(gguf_tokenizer.LLAMA3), False),
-    "qwen2": (split_by(gguf_tokenizer.QWEN2), False),
-    "qwen35": (split_by(gguf_tokenizer.QWEN35), False),
-    "gpt-4o": (split_by(gguf_tokenizer.GPT4O), False),
-    "tekken": (split_by(gguf_tokenizer.TEKKEN), True),
+    "llama-bpe": (split_by(splits.LLAMA3), True),
+    "dbrx": (split_by(splits.LLAMA3), False),
+    "qwen2": (split_by(splits.QWEN2), False),
+    "qwen35": (split_by(splits.QWEN35), False),
+    "gpt-4o": (split_by(splits.GPT4O), False),
+    "tekken": (split_by(splits.TEKKEN), True),
 }
 
 
@@ -617,13 +617,13 @@ def test_byte_level_bpe_splits_alike(tmp_path: Path, lines: list[str], pre: str)
     tokenizer = fast(byte_level(lines, kind, ignore_merges=ignore_merges))
     vocabulary = gguf_tokenizer.vocabulary_of(tokenizer, config=made(CASES[0]).config)
     assert (vocabulary.model, vocabulary.pre) == ("gpt2", pre)
-    if pre in gguf_tokenizer.APPROXIMATE:
+    if pre in splits.APPROXIMATE:
         assert any("capitals" in note for note in vocabulary.notes)
     assert tokens_in_llama_cpp(tmp_path, tokenizer, lines) == bare(tokenizer, lines)
 
 
 def test_a_table_of_every_name_is_tested() -> None:
-    assert set(PRE_TOKENIZERS) == set(gguf_tokenizer.PRE_TOKENIZERS.values())
+    assert set(PRE_TOKENIZERS) == set(splits.PRE_TOKENIZERS.values())
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma", "Metaspace"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,34 @@ def ended(*words: str, output_dir: Path) -> str:
     return done.stderr
 
 
-def require_whole(folder: Path, *, starts: int = 1) -> str:
+def of_pairs(tmp_path: Path) -> tuple[str, ...]:
+    """Words of the job on sixty pairs of answers, of which no questions are asked."""
+    pairs = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text().splitlines()[:60]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
+    source = "data.stories_pairs_ro"
+    unasked = (f"~{source}.questions.{name}" for name in ("one_person", "several_persons"))
+    return ("objective=dpo", "data=stories_pairs_ro", f"{source}.path={tmp_path / 'pairs.jsonl'}", *unasked)
+
+
+def of_pairs_named() -> list[str]:
+    """What records have of a step and an evaluation on pairs."""
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")
+    return [key for name in names for key in (f"train/{name}", f"eval/{name}", f"eval/{name}_stories_pairs_ro")]
+
+
+def require_measures(folder: Path, keys: Sequence[str]) -> None:
+    """Require measures by the same names in each logger, wherever a record has them."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = b"".join(file.read_bytes() for file in folder.glob("wandb/*/run-*.wandb"))
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for key in keys:
+        known = {record["step"]: record[key] for record in records if key in record}
+        assert {event.step: event.value for event in events.Scalars(key)} == pytest.approx(known), key
+        assert key.encode() in written
+        assert all(str(value).encode() in written for value in known.values()), key
+
+
+def require_whole(folder: Path, *, starts: int = 1, measure: str = "eval/bits_per_byte") -> str:
     """Require every step once in each logger's record; return the run's id at W&B."""
     assert LOGGERS == ["console", "jsonl", "tensorboard", "wandb"], "each has its line below"
     lines = [line for line in (folder / "run.log").read_text().splitlines() if " loss " in line and "tok/s" in line]
@@ -52,7 +80,7 @@ def require_whole(folder: Path, *, starts: int = 1) -> str:
     (name,) = {file.stem for part in parts for file in part.glob("run-*.wandb")}
     written = b"".join(file.read_bytes() for part in parts for file in part.glob("run-*.wandb"))
     assert all(str(loss).encode() in written for loss in losses.values())
-    assert written.count(b"eval/bits_per_byte") > 1
+    assert written.count(measure.encode()) > 1
     assert ID.fullmatch(name.removeprefix("run-"))
     return name
 
@@ -88,3 +116,36 @@ def test_a_sweep_over_two_keys(tmp_path: Path, more: tuple[str, ...]) -> None:
 def test_several_processes(tmp_path: Path) -> None:
     ended(*JOB, "hw.parallel=spawn", "hw.num_devices=2", output_dir=tmp_path)
     require_whole(tmp_path / "toy")
+
+
+@pytest.mark.slow
+def test_preferences_alone_resumed_and_in_a_pack(tmp_path: Path) -> None:
+    """Rewards, margins and accuracies of training and of evaluations are in every logger under one name."""
+    words, measure = (*JOB, *of_pairs(tmp_path)), "eval/rewards/margins"
+    ended(*words, output_dir=tmp_path)
+    folder = tmp_path / "toy"
+    require_measures(folder, of_pairs_named())
+    name = require_whole(folder, measure=measure)
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_00000003")
+    assert "resumed" in ended(*words, output_dir=tmp_path)
+    assert require_whole(folder, starts=2, measure=measure) == name
+    require_measures(folder, of_pairs_named())
+    ended("-m", *words, "objective.beta=0.1,0.3", "sweeping.pack=2", output_dir=tmp_path)
+    points = sorted((tmp_path / "sweeps" / "toy").glob("objective.beta=*"))
+    assert len({require_whole(point, measure=measure) for point in points}) == 2
+    for point in points:
+        require_measures(point, of_pairs_named())
+
+
+@pytest.mark.slow
+def test_own_answers(tmp_path: Path) -> None:
+    """Rewards by function, lengths, entropy, ratios and seconds of an iteration are in every logger under one name."""
+    words = ("objective=grpo", "reward=length", "rollout.rewards.length.arguments.most=2", "data=sample_chat")
+    rows = ("rollout.prompts=2", "rollout.samples=4", "trainer.global_batch_rows=8", "trainer.seq_len=128")
+    ended(*JOB, *words, *rows, output_dir=tmp_path)
+    train = ("reward", "reward_std", "rewards/length/mean", "rewards/length/std", "frac_reward_zero_std", "no_reward")
+    train += ("completions/mean_length", "completions/clipped_ratio", "entropy", "ratio", "clip_ratio/low")
+    keys = [*(f"train/{name}" for name in train), "eval/reward", "eval/rewards/length", "perf/sample_seconds"]
+    require_measures(tmp_path / "toy", keys)
+    require_whole(tmp_path / "toy", measure="eval/rewards/length")

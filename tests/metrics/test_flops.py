@@ -81,6 +81,35 @@ def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monke
     assert found / (ROWS * SEQ_LEN) == pytest.approx(counted.total + outside, rel=1e-9)
 
 
+@pytest.mark.xla
+@pytest.mark.parametrize(("chunk", "lora"), [(16, "none"), pytest.param(64, "all_linear_r8", marks=pytest.mark.slow)])
+def test_a_gated_delta_net_has_the_products_that_are_counted(
+    chunk: int, lora: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpu_experiments.models.families import gated_delta
+    from tpu_experiments.planning.hlo.program import read_program
+    from tpu_experiments.runtime.xla.device import XlaRuntime
+    from tpu_experiments.runtime.xla.programs import hlo_of
+
+    for module in (gated_delta, flops_module):
+        monkeypatch.setattr(module, "delta_chunk_of", lambda _: chunk)
+    words = ["model=qwen35_08b", "model.size=tiny", "model.dtype=float32", "model.attention=sdpa"]
+    config = composed(*words, f"lora={lora}", *([] if lora == "none" else ["lora.targets=[all-linear]"]))
+    runtime = XlaRuntime(config.hw, sharding=config.sharding)
+    run = Run(config, runtime)
+    batch = runtime.put(random_batch(0, rows=ROWS, seq_len=SEQ_LEN), rows_dim=1)
+    found = read_program(hlo_of(run.step(run.parameters, run.state, batch)[2])).dot_flops
+    arch = run.model.source.config
+    sizes = read_decoder(arch)
+    assert sizes.parameters == sum(p.numel() for name, p in run.model.source.empty().named_parameters())
+    assert sizes.copies["q_proj"] == 2
+    counted = trained_flops(config, arch, seq_len=SEQ_LEN)
+    # Plain attention computes all T x T scores, not the causal half.
+    all_scores = SEQ_LEN - flops_module.mean_keys(SEQ_LEN, window=None)
+    outside = 4 * 4.0 * sizes.num_heads * sizes.head_dim * sizes.copies["q_proj"] * all_scores
+    assert found / (ROWS * SEQ_LEN) == pytest.approx(counted.total + outside, rel=2e-2)
+
+
 def test_what_a_policy_saves_is_what_the_layers_save() -> None:
     assert model_schema.SAVED is layer_graph.SAVED
 

@@ -48,6 +48,10 @@ SIZES = {
     "eos_token_id": 2,
 }
 FULL = {"num_key_value_heads": 4}
+DELTA = ["linear_attention", "full_attention"] * 2
+DELTA_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} | dict.fromkeys(
+    ("linear_key_head_dim", "linear_value_head_dim"), 16
+)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -79,6 +83,7 @@ FAMILIES = (
     Family("Qwen 2", "qwen2"),
     Family("Qwen 3", "qwen3"),
     Family("Qwen 3 MoE", "qwen3_moe", values=EXPERTS),
+    Family("Qwen 3.5, text", "qwen3_5_text", values={"num_hidden_layers": 4, "layer_types": DELTA, **DELTA_HEADS}),
     Family("Gemma 2", "gemma2", values={"sliding_window": 8}),
     Family("Gemma 3, text", "gemma3_text", values={"sliding_window": 8}),
     Family("Gemma 3, multimodal", "gemma3", values={"sliding_window": 8}),
@@ -193,7 +198,8 @@ def test_every_attention_computes_what_transformers_does_beside_a_kernel(family,
     with torch.no_grad():
         ours = logits_of(built.module.eval(), built.trainable, rows)[0][rows["segments"][0] > 0]
     torch.testing.assert_close(ours, alone(model, rows), atol=2e-5, rtol=2e-5)
-    assert len(kernel.turned) == (SIZES["num_hidden_layers"] if attention == "flash" else 0)
+    layers = family.values.get("layer_types", ["full_attention"] * SIZES["num_hidden_layers"])
+    assert len(kernel.turned) == (layers.count("full_attention") if attention == "flash" else 0)
 
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])

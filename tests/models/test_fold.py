@@ -17,6 +17,8 @@ from tpu_experiments.models.parts.contracted import LinearOfHeads
 from tpu_experiments.models.stack.fold import fold
 from tpu_experiments.models.stack.layer_graph import SAVED, in_parts, source_of
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.grouped import GroupedProducts, install_grouped_products
+from tpu_experiments.runtime.kernels.on_xla import _grouped_computation
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
@@ -25,6 +27,8 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.ate
 MODELS = {
     "mistral7b": ["model.tiny_arch.num_hidden_layers=3"],
     "qwen05b": ["model.tiny_arch.num_hidden_layers=3"],
+    # a period of four: three layers of Gated DeltaNet, one of attention
+    "qwen35_08b": [],
     # a period of two, and one layer left over
     "gemma3_270m": [
         "model.tiny_arch.num_hidden_layers=5",
@@ -40,12 +44,18 @@ def gradients_of(make_config):
     from tpu_experiments.runtime.xla.device import XlaRuntime
 
     def compute(
-        model: str, *overrides: str, eager: bool = False, host: HostMemory | None = None, kernel: Any = None
+        model: str,
+        *overrides: str,
+        eager: bool = False,
+        host: HostMemory | None = None,
+        kernel: Any = None,
+        products: GroupedProducts | None = None,
     ) -> tuple[Tensor, dict[str, Tensor], Run]:
         tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
         config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
         runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
         install_attention_kernel(kernel)
+        install_grouped_products(products)
         if host is not None:
             runtime.folding = replace(runtime.folding, host=host)
         run = Run(config, runtime)
@@ -63,6 +73,7 @@ def gradients_of(make_config):
 
     yield compute
     install_attention_kernel(None)
+    install_grouped_products(None)
 
 
 def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict[str, Tensor], Run]) -> None:
@@ -80,12 +91,26 @@ def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict
         pytest.param("mistral7b", "all_linear_r8", marks=pytest.mark.slow),
         ("gemma3_270m", "all_linear_r8"),
         ("qwen05b", "none"),
+        pytest.param("qwen35_08b", "all_linear_r8", marks=pytest.mark.slow),
     ],
 )
 def test_folded_is_plain(gradients_of, model, lora):
     folded = gradients_of(model, f"lora={lora}")
     assert any(is_stack(name) for name in folded[2].parameters)
     agree(folded, gradients_of(model, f"lora={lora}", eager=True))
+
+
+@pytest.mark.parametrize("lora", ["none", pytest.param("all_linear_r8", marks=pytest.mark.slow)])
+def test_routed_experts_of_folded_layers_are_those_of_every_expert(gradients_of, lora):
+    """Packed rows; the experts are trained (`lora=none`), or frozen under adapters of the attention."""
+    arch = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    settings = [f"++model.tiny_arch.{name}={value}" for name, value in arch.items()]
+    settings += [f"lora={lora}", *(["lora.targets=[q_proj,v_proj]"] if lora != "none" else [])]
+    _grouped_computation.cache_clear()
+    folded = gradients_of("qwen05b", *settings, products=GroupedProducts(Mesh(), target="interpreted"))
+    assert _grouped_computation.cache_info().misses
+    assert any(is_stack(name) for name in folded[2].parameters)
+    agree(folded, gradients_of("qwen05b", *settings, eager=True))
 
 
 @pytest.mark.slow

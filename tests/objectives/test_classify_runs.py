@@ -42,6 +42,7 @@ def adapted(tmp_path_factory):
 
 def test_measures_are_of_texts(whole):
     folder, result = whole
+    assert 0 < result["eval_texts"] <= result["eval_tokens"]
     assert set(result["eval_measures"]) == {"accuracy", "macro_f1", "majority"}
     assert result["perplexity"] is None
     records = [json.loads(line) for line in (folder / "labels" / "metrics.jsonl").read_text().splitlines()]

@@ -56,6 +56,14 @@ def pairs_of(folder):
     return pairs
 
 
+def test_pairs_and_the_tokens_of_their_answers_are_counted_apart(whole):
+    folder, result = whole
+    lengths = sum(result["eval_measures"][f"{side}_tokens"] for side in ("chosen", "rejected"))
+    assert result["eval_tokens"] == pytest.approx(lengths * result["eval_pairs"])
+    card = (folder / "scores" / "README.md").read_text()
+    assert f"Over {result['eval_pairs']} pairs, whose answers have {result['eval_tokens']:,} tokens" in card
+
+
 def scores_of(model, tokenizer, folder):
     """Mean score of chosen and of rejected answers of the test split."""
     return scores_of_pairs(model, tokenizer, pairs_of(folder)).mean(0).tolist()

@@ -32,9 +32,15 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"), [("mistral7b", 7_241_732_096), ("gemma3_270m", 268_098_176), ("qwen05b", 494_032_768)]
+    ("model", "parameters"),
+    [
+        ("mistral7b", 7_241_732_096),
+        ("gemma3_270m", 268_098_176),
+        ("qwen05b", 494_032_768),
+        ("smollm2_135m", 134_515_008),
+    ],
 )
-def test_the_three_models_count_to_the_digit(model: str, parameters: int) -> None:
+def test_these_models_count_to_the_digit(model: str, parameters: int) -> None:
     assert read_decoder(composed(f"model={model}").model.arch).parameters == parameters
 
 

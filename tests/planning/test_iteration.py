@@ -13,8 +13,14 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.planning.iteration import iteration_of
 from tpu_experiments.planning.length import OutsideSteps, run_length
+from tpu_experiments.planning.plan import Tried
+from tpu_experiments.planning.report import search_cells
+from tpu_experiments.planning.search import described, ranked
 from tpu_experiments.tasks.plan import run
+from tpu_experiments.tasks.plan.formulas import counted_only
+from tpu_experiments.tasks.plan.programs import trace_run
 from tpu_experiments.tasks.plan.rollouts import answers_of, num_scores
+from tpu_experiments.tasks.plan.search import axes_of, case_of, search_settings
 from tpu_experiments.training.batches import RunInputs, expected_programs, program_shapes
 
 REWARDED = ("objective=grpo", "data=sample_chat", "reward=exact", "rollout.prompts=4", "rollout.samples=4")
@@ -58,6 +64,19 @@ def test_the_answers_that_are_planned_have_the_shapes_of_the_run():
     assert shapes[f"write {found.prompt_tokens}"] == {(found.rows, found.tokens_per_call)} == {(16, 32)}
     other = composed("hw=v6e1", "task=plan", "task.decode.rows=3")
     assert answers_of(other, other.task.decode) == other.task.decode
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("averages", [(), ("optim.ema=0.9",)], ids=["parameters", "averages"])
+def test_every_copy_of_the_weights_is_planned_that_the_run_makes(averages):
+    """With averages, rollouts are written by a copy of the parameters, and held-out answers by one of the averages."""
+    config = composed(*ONE_LAYER[:3], *REWARDED, "trainer.seq_len=128", *averages, "task=plan")
+    run = trace_run(config, which="all")
+    assert [program.name for program in run.merges] == ["merge", "merge averages"][: 1 + len(averages)]
+    assert len({program.module for program in run.merges}) == len(run.merges)
+    expected = expected_programs(RunInputs(None, {}, resolve_stages(config)), config)
+    assert len(run.programs) + len(("read", "write")) + len(run.merges) == expected
+    assert 1 + len([*counted_only(config)]) == expected
 
 
 def test_rollouts_and_the_answers_of_evaluations_are_in_the_length_of_the_run():
@@ -106,4 +125,76 @@ def test_a_run_on_its_own_answers_is_planned_whole(tmp_path):
     assert own["reward_seconds"] == 0.25
     assert found["run"]["seconds"]["rollouts"] == pytest.approx(10 * (own["seconds"] - own["update_seconds"]))
     assert f"{own['seconds']:.3f} s (estimate): 4 prompts x 4 answers, 1 optimizer steps" in done.stdout
+    assert found["run"]["seconds"]["compiling"] == pytest.approx(found["compile_seconds"])
     assert "per 1,000 iterations" in done.stdout
+
+
+def rollouts_searched(*words):
+    return composed(*ONE_LAYER[:3], *REWARDED, "trainer.seq_len=128", "task=plan", "task.explore=search", *words)
+
+
+def test_a_search_of_a_run_on_its_own_answers_is_over_its_rollouts():
+    config = rollouts_searched()
+    assert axes_of(config, config.task) == {"rollout.prompts": [16, 32, 64, 128]}
+    assert case_of(config).config.tuned != "off"
+    of_steps = rollouts_searched("task.programs=train")
+    assert {"trainer.micro_batch_rows", "model.remat"} <= axes_of(of_steps, of_steps.task).keys()
+    assert "rollout.prompts" not in axes_of(of_steps, of_steps.task)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("task.method=analytic", "nothing is compiled here, and formulas know no decoder"),
+        ("task.search.table=mine.yaml", r"task.search.table=mine.yaml takes settings of steps"),
+    ],
+)
+def test_rollouts_are_searched_by_the_compiler_alone(word, why):
+    config = rollouts_searched(word)
+    with pytest.raises(ConfigError, match=rf"^task.explore=search with objective=grpo; {why}; task.programs=train "):
+        search_settings(case_of(config), config.task, method=word.removeprefix("task.method="))
+
+
+def test_rollouts_are_ranked_by_answers_per_second_and_shown_with_their_dollars():
+    """Of two that fit, the one with the longer steps and iterations writes an answer in less time."""
+    of_machine = composed("hw=v5e8").hw
+    decoding = replace(answers_beside(example_plan()).decoding, num_devices=8)
+    seconds = {"reward_seconds": 0.0, "score_seconds": 0.0, "samples": 8, "updates": 1}
+    tried = [
+        Tried(
+            ("rollout.prompts=16",),
+            "fits",
+            4.0,
+            0.25,
+            iteration=iteration_of(decoding, prompts=16, step_seconds=0.25, **seconds),
+        ),
+        Tried(
+            ("rollout.prompts=64",),
+            "fits",
+            8.0,
+            0.9,
+            iteration=iteration_of(decoding, prompts=64, step_seconds=0.9, **seconds),
+        ),
+        Tried(("rollout.prompts=128",), "too large", 20.0),
+    ]
+    best, second, large = ranked(tried)
+    assert (best, second, large) == (tried[1], tried[0], tried[2])
+    assert described(best) == f"{64 * 8 / best.iteration.seconds:,.0f} answers/s (estimate), 8.00 GiB per chip"
+    header, first, *_, last = search_cells(replace(example_plan(), hw=of_machine, search=(best, second, large)))
+    spot = best.iteration.seconds / (64 * 8) * 1000 * 8 / 3600 * of_machine.price.usd_per_chip_hour_spot
+    assert dict(zip(header, first, strict=True))["$ spot"] == f"${spot:,.4f}"
+    assert last == ("too large", "-", "-", "-", "-", "20.00", "rollout.prompts=128")
+
+
+@pytest.mark.slow
+def test_more_answers_at_once_are_cheaper_each(tmp_path):
+    words = (*ONE_LAYER[:3], *REWARDED, "trainer.seq_len=128", "task.explore=search")
+    done = plan(tmp_path, *words, "task.search.axes={rollout.prompts:[16]}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "plans" / "p" / "plan.json").read_text())
+    first, second = found["search"]
+    assert (first["overrides"], second["overrides"]) == (["rollout.prompts=16"], [])
+    parts = [sum(v for k, v in each["iteration"].items() if k.endswith("_seconds")) for each in (first, second)]
+    assert 16 * 4 / parts[0] > 4 * 4 / parts[1]
+    assert found["iteration"]["prompts"] == 16
+    assert (tmp_path / "plans" / "p" / "best.yaml").read_text().endswith("\nrollout.prompts: 16\n")

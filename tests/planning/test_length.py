@@ -93,6 +93,17 @@ def test_an_epoch_is_assumed_until_its_data_is_prepared() -> None:
     assert assumed_steps(config, of_tokens) == 3
 
 
+def test_passes_over_prompts_are_assumed_until_their_data_is_prepared() -> None:
+    """7,473 conversations, beside those that are held out, twice, 32 at a time, with two steps on each 32."""
+    words = ("experiment=qwen05b_gsm8k", "rollout.updates=2")
+    config = composed(*words)
+    (stage,) = resolve_stages(config)
+    assert assumed_steps(config, stage) == 2 * math.ceil(2 * 7473 / 32) == 936
+    assert assumed_steps(composed(*words, "trainer.max_stage_steps=9"), stage) == 9
+    config.data["gsm8k"].total_documents = None
+    assert assumed_steps(config, stage) is None
+
+
 def test_without_a_time_or_steps_there_is_no_length() -> None:
     outside = OutsideSteps(8.0, 16)
     assert run_length(

@@ -11,7 +11,7 @@ from tpu_experiments.tasks.plan.rollouts import num_scores
 @pytest.mark.parametrize("recipe", names("experiment"))
 def test_a_recipe_fits_its_hardware(recipe: str) -> None:
     machine = ["hw=rtx4090"] if recipe.endswith("_qlora") else []  # hw=gpu is any, so it has no datasheet
-    machine = ["hw=v6e1"] if recipe == "reader_rl" else machine  # its own is this one
+    machine = ["hw=v6e1", "hw.runtime=xla"] if recipe in ("reader_rl", "smollm2_orders") else machine  # on this one
     config = composed(f"experiment={recipe}", "task=plan", "task.method=analytic", *machine)
     check_hw(config)
     plan = formula_plan(config)

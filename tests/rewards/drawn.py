@@ -1,6 +1,7 @@
 """A reward that is another at every call, and fails now and then, for the tests."""
 
 import random
+import time
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -22,3 +23,9 @@ def marked(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 def never(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """Nothing but an error."""
     raise ValueError("never")
+
+
+def slow(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """A number of the text behind a tenth of a second, so that a run can be killed in it."""
+    time.sleep(0.1)
+    return marked(prompt, completion, row)

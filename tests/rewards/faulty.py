@@ -1,5 +1,6 @@
 """Rewards that go wrong in every way, for the tests; `row["does"]` says how."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -31,6 +32,12 @@ def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         case "eats":
             return float(len(bytearray(2**31)))
+        case "forks":
+            if child_pid := os.fork():
+                os.waitpid(child_pid, 0)
+            return 1.0 if child_pid else 7.0
+        case "raises_own":
+            raise ValueError(completion)
         case "waits":
             time.sleep(row["seconds"])
         case "gives":
@@ -41,3 +48,33 @@ def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
 def numpy_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
     """Whether the completion has letters, as numpy says it."""
     return np.bool_(len(completion) > 0)
+
+
+async def waiting(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """The number of letters, as a function of asyncio."""
+    await asyncio.sleep(0)
+    return len(completion)
+
+
+def batch(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """As TRL calls it."""
+    assert kwargs["prompts"] == ["2 + 2 ="]
+    return [float(len(text) + len(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+async def narrow_batch(completions: list[str], most: float = 0.0) -> Any:
+    """As TRL calls it, of one parameter alone; a number in the place of a list where there is no `most`."""
+    return np.array([most]) if most else 1.0
+
+
+def messages(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    """As TRL calls it with messages."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def of_two(prompt: str, completion: str) -> float:
+    """Takes no row."""
+    return 0.0
+
+
+nothing: int = 4

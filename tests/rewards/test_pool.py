@@ -85,6 +85,59 @@ def test_rewards_are_in_the_order_of_the_answers() -> None:
     assert found.names == ("own", "any")
 
 
+def test_functions_of_other_forms_get_one_answer_each() -> None:
+    names = ("waiting", "batch", "narrow_batch", "messages")
+    rewards = {name: RewardConfig(f"tests.rewards.faulty.{name}") for name in names}
+    rewards["most"] = RewardConfig("tests.rewards.faulty.narrow_batch", arguments={"most": 3.0})
+    rewards["given"] = RewardConfig("tests.rewards.faulty.messages", gives_messages=True)
+    with RewardPool(rewards, workers=1) as pool:
+        found = pool.score([answer(completion="x" * row) for row in range(2)])
+    nan = float("nan")
+    np.testing.assert_array_equal(found.values_NF, [[0, 4, nan, nan, 3, 0], [1, 5, nan, nan, 3, 1]])
+    own = "narrow_batch raises ValueError: a list of one reward is wanted for a list of one completion, not 1.0"
+    assert next(iter(found.complaints)) == own
+    assert "messages raises TypeError: " in list(found.complaints)[1]
+    assert "(its completions are texts: gives_messages=False)" in list(found.complaints)[1]
+
+
+def test_what_a_function_forks_answers_for_nobody() -> None:
+    """The child of the first answer's call must not be taken for the second answer's."""
+    with RewardPool({"own": RewardConfig(OWN)}, workers=1) as pool:
+        found = pool.score([answer("forks"), answer(), answer("forks"), answer(completion="")])
+    assert found.values_NF.tolist() == [[1.0], [4.0], [1.0], [0.0]]
+
+
+def test_a_pattern_that_takes_forever_costs_its_answer() -> None:
+    own = RewardConfig("regex", arguments={"pattern": "(a+)+b"}, max_seconds=MAX_SECONDS)
+    with RewardPool({"own": own}, workers=1) as pool:
+        found = pool.score([answer(completion="a" * 100), answer(completion="ab")])
+    np.testing.assert_array_equal(found.values_NF, [[np.nan], [1.0]])
+    assert found.complaints == {"own takes more than 1 s": [0]}
+
+
+def test_texts_that_differ_are_told_up_to_a_number() -> None:
+    with RewardPool({"own": RewardConfig(OWN)}, workers=1) as pool:
+        sentence = pool.score([answer("raises_own", completion="x" * row) for row in range(9)]).sentence()
+    assert sentence is not None
+    assert sentence.endswith("own raises ValueError: xxxx (rows 4); 4 more such texts.")
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (RewardConfig("tests.rewards.faulty.of_two"), "takes (prompt: str, completion: str) -> float: too many"),
+        (RewardConfig("length"), "missing a required argument: 'most'"),
+        (RewardConfig("exact", arguments={"field": "a"}), "got an unexpected keyword argument 'field'"),
+        (RewardConfig("tests.rewards.faulty.nothing"), "it is no function but of type int"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_before_an_answer_is_written(reward: RewardConfig, text: str) -> None:
+    with RewardPool({"own": reward}, workers=1) as pool, pytest.raises(ConfigError) as told:
+        pool.check()
+    assert text in str(told.value)
+    assert str(told.value).startswith(f"rollout.rewards.own.function={reward.function}; ")
+
+
 def test_no_process_is_left_after_a_close() -> None:
     def own_processes() -> set[int]:
         return {process.pid for process in psutil.Process().children(recursive=True)}

@@ -12,8 +12,8 @@ def calls_of(graphs: str, *, every: int) -> tuple[str, list[Change]]:
     calls = Calls(every=every, differ=lambda a, b: None if a == b else f"{a} to {b}")
     done, told = "", []
     for graph in graphs:
-        if calls.replayable() is None:
-            change = calls.traced(graph)
+        if calls.replayable("train") is None:
+            change = calls.traced(graph, "train")
             told += [change] if change is not None else []
             done += "t"
         else:
@@ -43,6 +43,17 @@ def test_a_change_with_a_period_is_met(period):
     assert len(told) == 1
 
 
+def test_the_first_call_behind_another_program_is_traced():
+    calls, traced = Calls(every=50, differ=lambda a, b: None if a == b else f"{a} to {b}"), []
+    for call, after in enumerate(["train"] * 5 + ["evaluate", "train", "evaluate", "sample", "evaluate"]):
+        if calls.replayable(after) is None:
+            assert calls.traced("a", after) is None
+            traced.append(call)
+        else:
+            calls.replayed()
+    assert traced == [0, 1, 2, 5, 8]
+
+
 def test_every_call_is_traced_where_that_is_asked_for():
     assert calls_of("aaaaab", every=1) == ("tttttt", [])
 
@@ -62,8 +73,8 @@ def test_a_program_that_changed_is_traced_from_then_on_and_reported_once(graphs,
 def test_what_cannot_be_kept_is_traced_every_time():
     calls = Calls(every=5, differ=lambda a, b: None)
     for _ in range(6):
-        assert calls.replayable() is None
-        assert calls.traced(None) is None
+        assert calls.replayable("train") is None
+        assert calls.traced(None, "train") is None
     assert not calls.is_recorded
     assert calls.num_traced == 6
 

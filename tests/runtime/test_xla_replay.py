@@ -102,7 +102,7 @@ def test_replayed_calls_give_the_numbers_of_traced_ones_bit_for_bit():
     assert traced.compiles.counters().compiles_after_warmup == 0
 
 
-def test_some_calls_are_traced_again_and_every_one_after_another_program():
+def test_some_calls_are_traced_again_and_the_first_one_after_another_program():
     lab = Lab(width=33, every=6)
     lab.run(14)
     before = lab.program.num_traced
@@ -111,6 +111,26 @@ def test_some_calls_are_traced_again_and_every_one_after_another_program():
     other({"ids": torch.ones(4, 33).to(lab.device)})
     lab.run(1)
     assert lab.program.num_traced == before + 1
+
+
+def test_programs_that_take_turns_are_replayed_to_the_numbers_of_traced_ones():
+    """As an iteration of learning from rewards is: no program follows itself."""
+    found = []
+    for every in (1, 50):
+        lab, sums = Lab(width=37, every=every), []
+        other = XlaProgram(
+            lambda batch, lab=lab: {"sum": (batch["ids"] * lab.state["w"]).sum()},
+            name="write",
+            compiles=lab.compiles,
+            held=lambda lab=lab: lab.state,
+        )
+        for _ in range(8):
+            sums += lab.run(1)
+            sums.append(float(other({"ids": torch.ones(4, 37).to(lab.device)})["sum"].cpu()))
+        found.append((sums, lab.program.num_traced, other.num_traced, lab.compiles.counters().compiles_after_warmup))
+    (traced, *num), (replayed, *num_then) = found
+    assert replayed == traced
+    assert (num, num_then) == ([8, 8, 0], [3, 3, 0])
 
 
 def test_state_is_donated_by_every_call_traced_or_not():

@@ -132,6 +132,14 @@ def test_runs_that_were_evaluated_on_different_text_are_not_ranked(tmp_path: Pat
     assert "Best held-out loss" not in page
 
 
+def test_runs_are_compared_on_the_same_number_of_pairs(tmp_path: Path) -> None:
+    for name, counts in {"old": {"eval_tokens": 24}, "new": {"eval_tokens": 98, "eval_pairs": 24}}.items():
+        made(tmp_path / name, loss=3.0)
+        file = tmp_path / name / "result.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | counts))
+    assert tables.is_comparable(find_runs([str(tmp_path)]))
+
+
 def test_one_run_is_compared_with_nothing(tmp_path: Path) -> None:
     made(tmp_path / "a")
     (run,) = find_runs([str(tmp_path)])

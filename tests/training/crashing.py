@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -50,6 +51,8 @@ class Death:
     """Last step that was queued; 0 where none was."""
     is_torn: bool
     """A checkpoint folder without its commit record was left."""
+    stack: tuple[str, ...] = ()
+    """`file.function` of the main thread, the innermost first; only where the run asks for it."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Run:
     overrides: tuple[str, ...]
     sweep: tuple[str, ...] = ()
     """Words of a sweep, whose points notice no events; none of one run."""
+    notes_stack: bool = False
+    """Whether a life that is killed says before where it was; it must be a fork."""
     deaths: list[Death] = field(default_factory=list)
     resumes: list[tuple[int, int]] = field(default_factory=list)
     """(step that a life went on from, steps it repeated)."""
@@ -129,11 +134,23 @@ class Run:
         return self._is_done(process)
 
     def _kill(self, process: Life, kind: str, started: float) -> bool:
+        seconds = time.monotonic() - started
+        stack = self._stack(process) if self.notes_stack else ()
         process.kill()
         process.wait()
         queued = [event["step"] for event in self.lives[-1] if event["event"] == "rows"] if self.lives else []
-        self.deaths.append(Death(kind, time.monotonic() - started, max(queued, default=0), bool(self.torn)))
+        self.deaths.append(Death(kind, seconds, max(queued, default=0), bool(self.torn), stack))
         return True
+
+    def _stack(self, process: Life) -> tuple[str, ...]:
+        """Have the process write its stack, and return what it has within a second."""
+        begun, until = (self.folder / "output").stat().st_size, time.monotonic() + 1
+        process.send_signal(signal.SIGUSR2)
+        while not (found := main_stack((self.folder / "output").read_bytes()[begun:].decode(errors="replace"))):
+            if process.poll() is not None or time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        return found
 
     def _is_done(self, process: Life) -> bool:
         assert process.returncode == 0, (self.folder / "output").read_text()[-4000:]
@@ -202,6 +219,12 @@ class Run:
         """Optimizer state of each last checkpoint."""
         folders = [max((place / "checkpoints").glob("step_*")) for place in self.places]
         return [(folder / "optimizer.safetensors").read_bytes() for folder in folders]
+
+
+def main_stack(text: str) -> tuple[str, ...]:
+    """Return `file.function` of the main thread, the innermost first, of what faulthandler wrote."""
+    threads = [re.findall(r'File "[^"]*?(\w+)\.py", line \d+ in (\S+)', part) for part in text.split("hread 0x")]
+    return next((tuple(map(".".join, own)) for own in threads if ("forks", "<module>") in own), ())
 
 
 def require_equal(killed: Run, whole: Run) -> None:

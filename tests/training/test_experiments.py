@@ -24,7 +24,7 @@ def test_tiny_version_compiles_the_expected_programs(tmp_path, name):
         words += ["curriculum.stages.main.epochs=30"]
     result = finished(*words, "debug=smoke", output_dir=tmp_path, as_typed=True)
     asks = result["skill"] is not None
-    assert asks == (name in ("default", "reader_rl"))
+    assert asks == (name in ("default", "reader_rl", "smollm2_orders"))
     more = name.endswith("_dpo") + 3 * (name in REWARDED)
     writes = not name.startswith("diffusion_") and not name.endswith(("_mlm", "_rtd", "_classify"))
     assert result["num_compiles"] == result["expected_programs"] == 2 + writes + asks + more

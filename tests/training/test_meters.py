@@ -68,6 +68,19 @@ def waited(meters: Meters, clock: list[float], seconds: float) -> None:
     assert next(meters.timed(batches())) == 1
 
 
+def test_a_feed_that_ends_late_is_not_waited_for_as_a_batch(made, clock):
+    """It ends once the device has computed the last of its batches; a step on answers has a feed of its own."""
+    _, meters = made
+
+    def batches():
+        clock[0] += 0.25
+        yield 1
+        clock[0] += 2.0
+
+    assert list(meters.timed(batches())) == [1]
+    assert meters.input_wait_seconds == pytest.approx(0.25)
+
+
 def test_a_step_is_split_and_its_share_of_the_peak_reported(made, clock):
     device, meters = made
     waited(meters, clock, 0.25)

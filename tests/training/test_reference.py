@@ -58,6 +58,8 @@ def test_a_run_begins_at_ln_2_and_compiles_nothing_more(whole):
     assert losses(folder)[-1] < 0.6
     assert result["compiles_after_warmup"] == 0
     assert len(references(folder)) == 2
+    lengths = sum(result["eval_measures"][f"{side}_tokens"] for side in ("chosen", "rejected"))
+    assert result["eval_tokens"] == pytest.approx(lengths * result["eval_pairs"])
     before, *_, after = (record for record in records(folder) if "eval/loss" in record)
     assert before["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert before["eval/rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -144,9 +146,36 @@ def test_test_pairs_are_compared_with_the_model_that_the_run_started_from(second
     assert found["pairs"]["base"]["logps/chosen"]["value"] != pytest.approx(of_first, rel=1e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [("lora.init=pissa",), ("lora.init=loftq", "model.base=nf4")], ids=str)
+def test_a_run_that_began_with_adapters_of_the_base_is_evaluated_against_them(tmp_path, start):
+    """The reference of task=evaluate is that of training, also of a run that goes on from such a one."""
+    text = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text()
+    (tmp_path / "pairs.jsonl").write_text("\n".join(text.splitlines()[:80]))
+    source = "data.stories_pairs_ro"
+    unasked = (f"~{source}.questions.{name}" for name in ("one_person", "several_persons"))
+    words = (*WORDS[:-2], *start, "lora.r=4", "hw.runtime=eager", f"{source}.path={tmp_path / 'pairs.jsonl'}", *unasked)
+    words = (*words, "trainer.max_eval_rows=64")
+    for name, more in {"first": (), "second": (f"start.run={tmp_path / 'first'}",)}.items():
+        done = run(*words, *more, f"name={name}", output_dir=tmp_path)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        done = run(
+            *(f"task.run={tmp_path / name}", "task=evaluate", "task.split=evaluation", "hw.runtime=eager"),
+            output_dir=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / name / "evaluation_results.json").read_text())["sources"]["stories_pairs_ro"]
+        assert found["num_documents"] == result["eval_pairs"]
+        for side, suffix in (("base", "_before"), ("trained", "")):
+            own = result[f"eval_measures{suffix}"]
+            assert {each: found[side][each]["value"] for each in own} == pytest.approx(own, abs=1e-4)
+
+
 def of_single(tmp_path):
     """Words of a KTO run on two good answers and a bad one in turn."""
-    rows = [json.loads(line) for line in (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").open()]
+    text = (REPOSITORY / "tpu_experiments/samples/stories/pairs.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()[:400]]
     sides = ("chosen", "rejected", "chosen")
     single = [
         {
@@ -160,7 +189,8 @@ def of_single(tmp_path):
     path = tmp_path / "single.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in single))
     source = "data.stories_pairs_ro"
-    return (*WORDS, "objective=kto", f"{source}.path={path}", f"{source}.format=auto", f"{source}.questions={{}}")
+    unasked = (f"~{source}.questions.{name}" for name in ("one_person", "several_persons"))
+    return (*WORDS, "objective=kto", f"{source}.path={path}", f"{source}.format=auto", *unasked)
 
 
 @pytest.mark.slow
@@ -194,4 +224,6 @@ def test_a_stopped_run_of_single_answers_goes_on_with_the_same_bytes(tmp_path):
     assert sum(part["num_documents"] for part in parts) == own["num_documents"]
     (record,) = [each for each in records(folders[0]) if "eval/loss" in each][-1:]
     assert result["ranked_by"] == "rewards/accuracies"
+    assert result["eval_answers"] <= result["eval_tokens"]
+    assert found["documents_are"] == "rows of answers"
     assert result["eval_measures"]["rewards/accuracies"] == record["eval/rewards/accuracies"]

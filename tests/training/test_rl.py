@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.benchmarks.crash_rl import WORDS, rollouts
+from tests.training.crashing import Run, require_equal
 from tests.training.runs import finished, records, run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import StageRows
@@ -152,9 +154,13 @@ def test_what_a_checkpoint_names_must_be_there(whole, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xla
-def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_path) -> None:
-    """The copy that answers are written with has the log-probabilities of the folded model."""
-    result = finished(*COMMON, output_dir=tmp_path, as_typed=True)
+@pytest.mark.parametrize("base", ["dense", "int8"])
+def test_folded_layers_write_as_they_learn_and_nothing_is_compiled_again(tmp_path, base) -> None:
+    """The copy that answers are written with has the log-probabilities of the folded model.
+
+    Adapters are in its weights, and beside codes of int8.
+    """
+    result = finished(*COMMON, f"model.base={base}", output_dir=tmp_path, as_typed=True)
     assert result["num_compiles"] == result["expected_programs"] == 6
     assert result["compiles_after_warmup"] == 0
     store = RolloutStore(str(tmp_path / "own" / "rollouts"))
@@ -271,3 +277,17 @@ def test_the_trainer_of_answers_is_chosen_by_the_objective(make_config) -> None:
     other.trainer._target_ = f"{__name__}.Another"
     with pytest.raises(ConfigError, match=r"derive it from tpu_experiments\.training\.rl\.PolicyTrainer"):
         trainer_class(other)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_while_they_write_answers_end_in_the_same_bytes(tmp_path) -> None:
+    """Both write all answers; the first has them rewarded, and writes what both read."""
+    words = (*WORDS, "hw.runtime=eager", "hw.parallel=spawn", "hw.num_devices=2", "trainer.max_stage_steps=4")
+    whole, killed = Run(tmp_path / "whole", words), Run(tmp_path / "killed", words)
+    whole.finish()
+    assert killed.kill_after_line("stage main", delay=0.3)
+    assert killed.kill_after_line("step 2", delay=0.3)
+    killed.finish()
+    require_equal(killed, whole)
+    assert rollouts(killed) == rollouts(whole)
+    assert len(rollouts(whole)) == 3  # two iterations, and the start

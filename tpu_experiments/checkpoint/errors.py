@@ -31,7 +31,10 @@ def on_every_process(runtime: Runtime, action: Callable[[], Result]) -> Result:
     except Exception as caught:
         error = caught
     if runtime.any_process(error is not None):
-        raise as_training_stopped(error) from error
+        stopped = as_training_stopped(error)
+        if stopped is error:
+            raise stopped  # it would be its own cause
+        raise stopped from error
     return result
 
 

@@ -254,8 +254,9 @@ def _entries(config: Config) -> list[str]:
 
 
 def _stages(config: Config) -> list[str]:
-    if not config.data:
-        return []  # `_data` reports it
+    rollout = config.rollout
+    if not config.data or (config.objective.samples_rollouts and rollout.num_rows % rollout.updates):
+        return []  # `_data` and `_rollout` report it
     try:
         resolve_stages(config)
     except ConfigError as error:
@@ -628,12 +629,23 @@ def _rows_of_rollout(config: Config) -> list[str]:
         for key, given in rows.items()
         if given is not None and given != rollout.step_rows
     ]
-    return problems + [
-        f"rollout.max_new_tokens={rollout.max_new_tokens} with {key}={length}; it leaves no room for a prompt; use "
-        f"less, or longer rows, {key}={rollout.max_new_tokens + (rollout.max_prompt_tokens or LANES)}."
-        for key, length in lengths.items()
-        if length is not None and rollout.prompt_tokens(length) < 1
-    ]
+    wanted = f"rollout.max_new_tokens={rollout.max_new_tokens}"
+    longer = rollout.max_new_tokens + (rollout.max_prompt_tokens or LANES)
+    for key, length in lengths.items():
+        if length is None:
+            continue
+        room = length - rollout.max_new_tokens
+        if room < 1:
+            problems.append(
+                f"{wanted} with {key}={length}; it leaves no room for a prompt; use less, or longer rows, "
+                f"{key}={longer}."
+            )
+        elif room < (rollout.max_prompt_tokens or 0):
+            problems.append(
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} with {wanted} and {key}={length}; a row leaves "
+                f"{room} tokens for a prompt; use at most as many, or longer rows, {key}={longer}."
+            )
+    return problems
 
 
 def _targets(config: Config) -> list[str]:

@@ -185,6 +185,9 @@ class DataSourceConfig:
     total_tokens: int | None = number(default=None, at_least=1)
     """Tokens of all documents, if known; the step size is derived from it until the data is prepared. null assumes
     enough data for steps of `model.step_tokens`."""
+    total_documents: int | None = number(default=None, at_least=1)
+    """Documents of `path`, if known; a plan derives the length of a pass over prompts from it until the data is
+    prepared."""
     clean: CleanConfig = field(default_factory=CleanConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     questions: dict[str, str] = field(default_factory=dict, metadata={"place": "file"})

@@ -76,10 +76,12 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop", "rewritten_answers": "split"},
     "tokens_per_parameter": None,
     "label_field": None,
+    "total_documents": None,
+    "gives_messages": False,
     "weight_decay": None,
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
-"""Values of keys of a source or stage that have the same effect as leaving the key out."""
+"""Values of keys of a source, stage or reward that have the same effect as leaving the key out."""
 ADDED: dict[str, Any] = {
     "objective.margin": False,
     "hw.cuda_graphs": True,

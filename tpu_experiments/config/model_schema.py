@@ -57,9 +57,9 @@ class ModelConfig:
     name: str = MISSING
     """Name of the model; the file name in conf/model."""
     path: str = place("model")
-    """Hub id, or local folder of a Hugging Face checkpoint (single or sharded safetensors)."""
+    """Hub id, local folder of a Hugging Face checkpoint (single or sharded safetensors), or local GGUF file."""
     revision: str | None = None
-    """Hub revision (commit or tag); null is the newest."""
+    """Hub revision (commit or tag); null is the newest. Of a GGUF file `sha256:` and its SHA-256, which a run keeps."""
     tokenizer_path: str | None = place("model", default=None)
     """Folder or Hub id of the tokenizer; null is `path`."""
     remote_code: str = choice("refuse", "ignore", "run", default="refuse")

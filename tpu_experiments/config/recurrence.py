@@ -11,3 +11,13 @@ has, take the compiler 4 to 7 times as long as one (rows of 512 and 1,024 tokens
 def chunk_of(num_tokens: int) -> int:
     """Return the tokens of a chunk of rows of this length; all of them in the parallel form."""
     return num_tokens if num_tokens <= PARALLEL_TOKENS else CHUNK_TOKENS
+
+
+DELTA_CHUNK_TOKENS = 64
+"""Most tokens of a chunk of the gated delta rule, those of transformers: the products that invert its matrix are cubic
+in them."""
+
+
+def delta_chunk_of(num_tokens: int) -> int:
+    """Return the tokens of a chunk of the gated delta rule for rows of this length, a power of two."""
+    return min(DELTA_CHUNK_TOKENS, 1 << (num_tokens - 1).bit_length())

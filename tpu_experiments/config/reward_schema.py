@@ -12,7 +12,7 @@ FUNCTIONS = ("exact", "number", "regex", "length", "json_schema")
 
 @dataclass
 class RewardConfig:
-    """A function `(prompt, completion, row, **arguments) -> float`."""
+    """A function `(prompt, completion, row, **arguments) -> float`, or one of TRL's form."""
 
     function: str
     """Name of one in rewards/functions.py, as `number`, or package.module.name of your own."""
@@ -22,6 +22,9 @@ class RewardConfig:
     """Further arguments by keyword."""
     max_seconds: float = number(default=5.0, above=0)
     """Time on the clock for one answer; one that takes longer has no reward."""
+    gives_messages: bool = False
+    """Whether a function of TRL's form, `(prompts, completions, **columns) -> list`, gets messages instead of texts, as
+    TRL gives it of conversations."""
 
     @property
     def full_name(self) -> str:

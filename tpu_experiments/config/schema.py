@@ -425,7 +425,7 @@ class TrainerConfig:
     """Mean number of calls between two traces of a program (xla runtime); the other calls replay its recorded graph. 1
     traces every call, and no call waits for the reading of values (replaying ones run at most one ahead of it). null
     chooses 1 with a trainer, optimizer, model or plugin from outside this project, and for folded layers on a TPU; 200
-    for unrolled layers and on the CPU device."""
+    for unrolled layers, on the CPU device, and where the model writes its rows."""
     on_recompile: str = choice("error", "warn", default="error")
     """Reaction to an unexpected compilation (xla runtime): `error` saves a checkpoint and stops, naming what changed;
     `warn` logs it once and continues."""

@@ -59,10 +59,11 @@ def _names_of(source: str) -> tuple[set[str], set[str]]:
     defined: set[str] = set()
     imported: set[str] = set()
     for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
-        elif isinstance(node, ast.Assign):
-            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.If | ast.Try):  # names defined conditionally are assumed to exist

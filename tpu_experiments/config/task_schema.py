@@ -33,7 +33,8 @@ class SearchConfig:
     """Values to try for each key or group of the command line; an empty list leaves the key as configured. Left out are
     combinations that the checks refuse, `sharding` if hw.parallel shards nothing, and all values but one of
     `model.remat` and `model.stack_group` if model.stack folds nothing. Of combinations that differ in the micro-batch
-    alone, none larger than one that does not fit is compiled."""
+    alone, none larger than one that does not fit is compiled. A run on its own answers has the axes of `rollout.*`,
+    compared by answers per second, and the others with `programs: train`."""
     prune_above: float = number(default=1.5, above=0)
     """Multiple of a chip's memory above which a combination, as estimated by formulas, is not compiled. The default
     leaves room for their error of up to 45 %."""

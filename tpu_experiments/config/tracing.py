@@ -17,15 +17,16 @@ def trace_interval(config: Config) -> int:
     """Return the mean number of calls from one trace of a program to the next.
 
     It is 1 for a run with custom code, and for folded layers on a TPU, whose trace takes 8 to 53 % of the step and runs
-    in parallel. A trace of unrolled layers takes longer than the device's step, and the CPU device computes on the same
-    cores that trace, so both replay.
+    in parallel. A trace of unrolled layers takes longer than the device's step, the CPU device computes on the same
+    cores that trace, and a step on the model's own answers waits for them, so these replay.
     """
     given = config.trainer.trace_every_steps
     if given is not None:
         return given
     if foreign_code(config):
         return 1
-    return REPLAY_STEPS if config.model.stack == "unrolled" or config.hw.device == "cpu" else 1
+    waits = config.model.stack == "unrolled" or config.hw.device == "cpu" or config.objective.samples_rollouts
+    return REPLAY_STEPS if waits else 1
 
 
 def foreign_code(config: Config) -> list[str]:

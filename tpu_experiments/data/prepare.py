@@ -481,7 +481,8 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
     if not splits["train"]["rows"]:
         raise ConfigError(
             f"{key}.eval_fraction={eval_fraction} and {key}.test_fraction={test_fraction}; no row is "
-            f"left to train on ({read}); lower the fractions, loosen {key}.clean, or add documents to "
+            f"left to train on ({read}); {_most_frequent(manifest)}lower the fractions, loosen {key}.clean, or add "
+            "documents to "
             f"{tokens.spec.path}."
         )
     if eval_fraction and not splits["evaluation"]["rows"]:
@@ -492,6 +493,13 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
             f"with {key}.eval_path=FILE, {alike}add documents to {tokens.spec.path}, or, where another source holds "
             "some out, set it to 0."
         )
+
+
+def _most_frequent(manifest: Mapping[str, Any]) -> str:
+    """Return the first row that was left out for the most frequent reason, as a clause; "" where none was."""
+    counts = manifest["documents_reported"]
+    rows = manifest["examples"].get(max(counts, key=counts.__getitem__)) if counts else None
+    return f"{rows[0]['place']} {rows[0]['message'].rstrip('.')}; " if rows else ""
 
 
 def _log_not_read(manifest: Mapping[str, Any]) -> None:

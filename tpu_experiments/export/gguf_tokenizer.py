@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.tokens.words import BLANK, WORDS_OF_DIGITS
+from tpu_experiments.data.tokens.words import BLANK
+from tpu_experiments.storage.gguf.splits import APPROXIMATE, DIGITS, GPT2, PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -23,34 +24,6 @@ if TYPE_CHECKING:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens, `gguf.TokenType`."""
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2, LLAMA3, QWEN2 = (WORDS_OF_DIGITS[digits] for digits in ("any", "three", "single"))
-"""The first is what `ByteLevel` with `use_regex` splits by."""
-DIGITS = "digits, then " + GPT2
-QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
-    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_CASED_REST}"
-TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}"
-PRE_TOKENIZERS = {
-    (GPT2, False): "gpt-2",
-    (DIGITS, False): "smollm",
-    (LLAMA3, True): "llama-bpe",
-    (LLAMA3, False): "dbrx",
-    (QWEN2, False): "qwen2",
-    (QWEN35, False): "qwen35",
-    (GPT4O, False): "gpt-4o",
-    (TEKKEN, True): "tekken",
-}
-"""llama.cpp's name (src/llama-vocab.cpp) by regular expression and whether a word of the vocabulary is taken whole."""
-APPROXIMATE = {"gpt-4o", "tekken"}
-"""Names whose code in llama.cpp tells upper from lower case in ASCII alone."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Sizes of a model read from its transformers config, FLOPs of training per token, and the share of the chip's peak.
 
 Known are dense decoders with grouped-query attention and a gated MLP, whose seven projections carry the names q, k,
-v, o, gate, up and down, encoders, and xLSTM; any other model type is refused rather than counted wrongly.
+v, o, gate, up and down, encoders, xLSTM and Qwen 3.5; any other model type is refused rather than counted wrongly.
 
 A multiply-add is 2 FLOPs. A dense forward pass is 2 N FLOPs per token for N elements of matrices (arXiv 2001.08361,
 table 1), and the backward pass as much again for the gradient of the activations and once more for that of the
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_texts
 from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, LoraConfig, is_target
-from tpu_experiments.config.recurrence import chunk_of
+from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import Config
 
 REQUIRED = (
@@ -62,6 +62,7 @@ FAMILIES = {
     "gemma3_text": Family(norms=4, head_norms=2, tied=True, window="period"),
     "eurobert": Family(),
     "bitnet": BitNetFamily(norms=3),
+    "qwen3_5_text": Family(head_norms=2),
 }
 
 
@@ -90,9 +91,14 @@ class Decoder:
         return dict(zip(ATTENTION_PROJECTIONS + MLP_PROJECTIONS, attention + mlp, strict=True))
 
     @property
-    def layer_matrices(self) -> int:
-        """Elements of the seven matrices of one layer."""
-        return sum(wide * high for wide, high in self.projections.values())
+    def copies(self) -> dict[str, int]:
+        """Number of layers that have each of `projections`."""
+        return dict.fromkeys(self.projections, self.num_layers)
+
+    @property
+    def matrices_of_layers(self) -> int:
+        """Elements of the matrices of all layers."""
+        return sum(self.copies[name] * wide * high for name, (wide, high) in self.projections.items())
 
     @property
     def embedding(self) -> int:
@@ -102,7 +108,7 @@ class Decoder:
     @property
     def matrices(self) -> int:
         """Elements of all matrices, a tied head once."""
-        return self.num_layers * self.layer_matrices + self.embedding * (1 if self.tied else 2)
+        return self.matrices_of_layers + self.embedding * (1 if self.tied else 2)
 
     @property
     def vectors(self) -> int:
@@ -323,6 +329,104 @@ def _read_recurrent(arch: Any) -> Recurrent:
     )
 
 
+@dataclass(frozen=True)
+class DeltaHybrid(Decoder):
+    """Sizes of Qwen 3.5: layers of Gated DeltaNet (models/families/delta_net.py) beside layers of gated attention."""
+
+    num_delta: int
+    """Layers of Gated DeltaNet."""
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    convolution: int
+    """Tokens that the convolution reads."""
+    attends: tuple[bool, ...]
+    """Whether each layer has attention."""
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the matrices of layers of either kind; queries of attention come with their gate."""
+        hidden, found = self.hidden, super().projections
+        found["q_proj"] = (hidden, 2 * self.num_heads * self.head_dim)
+        values = self.value_heads * self.value_width
+        found |= {"in_proj_qkv": (hidden, self.channels), "in_proj_z": (hidden, values), "out_proj": (values, hidden)}
+        return found | dict.fromkeys(("in_proj_b", "in_proj_a"), (hidden, self.value_heads))
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of all heads of a layer of Gated DeltaNet."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Number of layers that have each of `projections`."""
+        whole = dict.fromkeys(self.projections, self.num_delta)
+        whole |= dict.fromkeys(ATTENTION_PROJECTIONS, self.num_layers - self.num_delta)
+        return whole | dict.fromkeys(MLP_PROJECTIONS, self.num_layers)
+
+    @property
+    def vectors(self) -> int:
+        """Elements of norms, convolutions, and of the two vectors that make decays."""
+        of_delta = self.channels * self.convolution + self.value_width + 2 * self.value_heads
+        of_attention = (self.num_layers - self.num_delta) * 2 * self.head_dim
+        return (2 * self.num_layers + 1) * self.hidden + self.num_delta * of_delta + of_attention
+
+    def attention(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of scores and weighted values, and of the products of the delta rule, forward.
+
+        Within a chunk these are four products of its tokens, and two for each round of inverting its matrix; where a
+        row has several chunks, those that write, change and read the state.
+        """
+        chunk, wide, high = delta_chunk_of(seq_len), self.key_width, self.value_width
+        within = 4.0 * chunk * (wide + high) + 4.0 * chunk * chunk * max(0, chunk.bit_length() - 2)
+        count = -(-seq_len // chunk)
+        across = 2.0 * wide * (3 * high + wide + chunk) + 2.0 * wide * wide * high / chunk * (count - 2) / count
+        rule = self.num_delta * self.value_heads * (within + (across if count > 1 else 0.0))
+        keys = (self.num_layers - self.num_delta) * mean_keys(seq_len, window=None, causal=causal)
+        return rule + 4.0 * self.num_heads * self.head_dim * keys
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for layer, attends in enumerate(self.attends):
+            for leaf, shape in self.projections.items():
+                is_mlp, is_attention = leaf in MLP_PROJECTIONS, leaf in ATTENTION_PROJECTIONS
+                if is_mlp or is_attention == attends:
+                    part = "mlp" if is_mlp else "self_attn" if attends else "linear_attn"
+                    yield f"model.layers.{layer}.{part}.{leaf}", shape
+        yield "lm_head", (self.hidden, self.vocab_size)
+
+
+def _read_delta(arch: Any) -> DeltaHybrid:
+    """Read the sizes of Qwen 3.5, with the defaults of transformers 5.23."""
+    layers = int(_required(arch, "num_hidden_layers"))
+    every = int(_value(arch, "full_attention_interval") or 4)
+    kinds = _value(arch, "layer_types")
+    attends = (
+        tuple(k == "full_attention" for k in kinds) if kinds else tuple((n + 1) % every == 0 for n in range(layers))
+    )
+    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    own = {name: int(_value(arch, f"linear_{name}") or number) for name, number in defaults.items()}
+    return DeltaHybrid(
+        hidden=int(_required(arch, "hidden_size")),
+        intermediate=int(_required(arch, "intermediate_size")),
+        num_layers=layers,
+        num_heads=int(_required(arch, "num_attention_heads")),
+        num_kv_heads=int(_required(arch, "num_key_value_heads")),
+        head_dim=int(_value(arch, "head_dim") or 256),
+        vocab_size=int(_required(arch, "vocab_size")),
+        tied=bool(_value(arch, "tie_word_embeddings")),
+        windows=(None,) * layers,
+        family=FAMILIES["qwen3_5_text"],
+        num_delta=attends.count(False),
+        key_heads=own["num_key_heads"],
+        value_heads=own["num_value_heads"],
+        key_width=own["key_head_dim"],
+        value_width=own["value_head_dim"],
+        convolution=int(_value(arch, "linear_conv_kernel_dim") or 4),
+        attends=attends,
+    )
+
+
 def _required(arch: Any, name: str) -> Any:
     value = _value(arch, name)
     if value is None:
@@ -331,7 +435,7 @@ def _required(arch: Any, name: str) -> Any:
 
 
 def read_decoder(arch: Any) -> Decoder:
-    """Read the sizes from `model.arch` or from a transformers config, of an encoder or an xLSTM too.
+    """Read the sizes from `model.arch` or from a transformers config, of an encoder, xLSTM or Qwen 3.5 too.
 
     Raises:
         ConfigError: the model type is not supported here, or a size is missing.
@@ -341,6 +445,8 @@ def read_decoder(arch: Any) -> Decoder:
         return _read_encoder(arch, kind=kind)
     if kind == "xlstm":
         return _read_recurrent(arch)
+    if kind == "qwen3_5_text":
+        return _read_delta(arch)
     family = FAMILIES.get(kind)
     if family is None:
         raise ConfigError(
@@ -645,7 +751,7 @@ def flops_of_token(
     """
     decoder = read_decoder(arch)
     names, rank = (lora.targets, 0 if rounded else lora.r) if lora.r else ([], 0)
-    layers, head = 2.0 * decoder.num_layers * decoder.layer_matrices, 2.0 * decoder.embedding
+    layers, head = 2.0 * decoder.matrices_of_layers, 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
     adapters = 2.0 * decoder.adapter_parameters(rank=rank, targets=names)
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names))
@@ -672,7 +778,7 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     """
     is_last_read = decoder.family.norms > 2 or lora.dora
     again = {
-        name: wide * high
+        name: decoder.copies[name] * wide * high
         for name, (wide, high) in decoder.projections.items()
         if name not in how.saved and (name != decoder.last_projection or is_last_read)
     }
@@ -680,4 +786,4 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     repeated = [shape for leaf, shape in decoder.adapted_by_leaf(targets) if leaf in again]
     adapters = sum((rank + (wide if twice else 0)) * high for wide, high in repeated)
     share = 1.0 if "attention" not in how.saved else 0.0 if how.kernel else 0.5  # plain operations need the scores
-    return 2.0 * (decoder.num_layers * sum(again.values()) + adapters) + share * attention
+    return 2.0 * (sum(again.values()) + adapters) + share * attention

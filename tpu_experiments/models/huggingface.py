@@ -41,7 +41,7 @@ from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.models.families.classification import logit_layer
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
-from tpu_experiments.models.parts.experts import EVERY_EXPERT
+from tpu_experiments.models.parts.experts import STATIC
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.passes.forward import BOOLEAN_MASKS, SHAPES, TOKENS, UNFIT, rehearse
 from tpu_experiments.models.sources.buffers import (
@@ -61,6 +61,7 @@ from tpu_experiments.models.sources.conversion import (
 )
 from tpu_experiments.models.sources.unread import require_known
 from tpu_experiments.quantisation.parts import PartsLayout, layout_of, rounds_inputs
+from tpu_experiments.storage.gguf.opening import opened
 from tpu_experiments.storage.given_folders import require_checkpoint
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.tensors import not_finite
@@ -163,6 +164,9 @@ OWN_CLASSES = {
 """Classes of the project in the place of transformers', by head and model type, with the same parameters.
 
 They are imported when a model is of theirs."""
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+"""Model types whose layers with a state are computed by models/families/delta_net.py, in the place of transformers'
+modules."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class HuggingFaceModel:
 
             require_settings(model, self.config)
         self.config._attn_implementation = self._attention()
-        self.config._experts_implementation = EVERY_EXPERT
+        self.config._experts_implementation = STATIC
         self.labels_of_checkpoint = None if self.folder is None else own_labels(self.config)
         if labels:
             set_labels(self.config, labels)
@@ -331,7 +335,12 @@ class HuggingFaceModel:
         own = OWN_CLASSES.get((self.head, config.model_type))
         if own is not None:
             return cast(PreTrainedModel, resolve_name(own)._from_config(config, dtype=dtype))
-        return self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = self.built_by_transformers(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if config.model_type in DELTA_NETS:
+            from tpu_experiments.models.families.delta_net import with_delta_nets
+
+            with_delta_nets(model)
+        return model
 
     def built_by_transformers(
         self, config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
@@ -782,9 +791,14 @@ def _config_of(folder: Path, model: ModelConfig) -> PretrainedConfig:
 
 
 def local_path(model: ModelConfig) -> Path | None:
-    """Return `model.path` as a folder, relative to here or to the repository's root; None for a Hub id."""
+    """Return `model.path` as a folder, relative to here or to the repository's root; None for a Hub id.
+
+    Raises:
+        ConfigError: it is a GGUF file that cannot be read as a model.
+    """
     local = find_local(model.path)
-    return local.resolve() if local is not None and local.is_dir() else None
+    folder = None if local is None else opened(local, revision=model.revision)
+    return folder.resolve() if folder is not None and folder.is_dir() else None
 
 
 def _local_folder(model: ModelConfig) -> Path:

@@ -245,8 +245,13 @@ class Objective:
     # ---- the model card -------------------------------------------------------------------------------------
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
-        """Return what stands below the card's table of an objective without perplexity: what was measured."""
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
+        """Return what stands below the card's table of an objective without perplexity: what was measured.
+
+        Args:
+            num_predictions: what the loss is a mean over (`ObjectiveConfig.predicts`).
+            num_tokens: supervised tokens of the same rows.
+        """
         return ""
 
     @classmethod

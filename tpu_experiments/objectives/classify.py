@@ -47,7 +47,7 @@ class Classify(Objective):
         return classifier_flops(arch, seq_len=seq_len, labels=len(config.objective.known_labels() or ()), config=config)
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
         """Return the number of texts and the labels."""
         labels = ", ".join(map(as_code, config.objective.known_labels() or ()))
         return f"Over {num_predictions:,} texts that were not trained on. Labels: {labels}"

@@ -97,9 +97,12 @@ class Kto(Objective):
         Preference.require_fit(config, tokenizer)
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
         """Return the number of answers and what they were compared with."""
-        return f"Over {num_predictions:,} answers that were not trained on, against the model as it started."
+        return (
+            f"Over {num_predictions:,} answers of {num_tokens:,} tokens that were not trained on, against the model "
+            "as it started."
+        )
 
     @classmethod
     def flops(cls, config: Config, arch: Any, *, seq_len: int) -> FlopsPerToken:

@@ -107,7 +107,7 @@ class MaskedDiffusion(Objective):
             )
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
         """Return what the bound is of."""
         return (
             f"Over {num_predictions:,} tokens of documents that were not trained on. "

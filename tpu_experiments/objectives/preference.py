@@ -124,10 +124,13 @@ class Preference(Objective):
             )
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
         """Return the number of pairs and what they were compared with."""
         against = "the model as it started" if config.objective.reads_reference() else "no reference"
-        return f"Over {num_predictions:,} pairs that were not trained on, against {against}."
+        return (
+            f"Over {num_predictions:,} pairs, whose answers have {num_tokens:,} tokens and were not trained on, "
+            f"against {against}."
+        )
 
     # ---- training -------------------------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class ReplacedToken(Objective):
         }
         if own["replaced"] + own["said"]:
             measures["rtd_f1"] = 2 * own["found"] / (own["replaced"] + own["said"])
-        return Summary(generator + self.rtd_weight * discriminator, int(own["masked"]) + int(own["tokens"]), measures)
+        return Summary(generator + self.rtd_weight * discriminator, int(own["tokens"]), measures)
 
     def predictions(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Predictions:
         """Return the predictions of both models; the discriminator reads what the generator has drawn."""

@@ -55,9 +55,12 @@ class Reward(Objective):
         return scored_flops(config, arch, seq_len=seq_len)
 
     @classmethod
-    def words_of_results(cls, config: Config, num_predictions: int) -> str:
+    def words_of_results(cls, config: Config, num_predictions: int, *, num_tokens: int) -> str:
         """Return the number of pairs."""
-        return f"Over {num_predictions:,} pairs that were not trained on; rewards are the scores of their answers."
+        return (
+            f"Over {num_predictions:,} pairs, whose answers have {num_tokens:,} tokens and were not trained on; "
+            "rewards are the scores of their answers."
+        )
 
     @classmethod
     def lines_of_use(cls, config: Config) -> tuple[list[str], str]:

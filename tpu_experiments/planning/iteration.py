@@ -59,6 +59,10 @@ class Iteration:
         """Return the dollars of a thousand iterations on all chips."""
         return chip_hour(price).times(1000 * self.seconds * self.num_devices / HOUR)
 
+    def usd_per_thousand_answers(self, price: PriceConfig | None) -> Dollars:
+        """Return the dollars of a thousand answers that are written and learnt from."""
+        return self.usd_per_thousand(price).times(1 / (self.prompts * self.samples))
+
 
 def iteration_of(
     decoding: Decoding,

@@ -85,23 +85,41 @@ def run_length(
 def assumed_steps(config: Config, stage: Stage, *, num_parameters: int | None = None) -> int | None:
     """Return the optimizer steps of a stage, as if its rows were full.
 
-    None where a source's tokens are not known, or the model's parameters where the length is a multiple of them; and
-    for passes over prompts, whose number is not known before they are read.
+    None where a source's tokens are not known, or the model's parameters where the length is a multiple of them. Passes
+    over prompts are as long as all documents give one, and None where their number is not known.
     """
     if config.objective.samples_rollouts and stage.epochs is not None:
-        return None
+        return _assumed_passes(config, stage)
     tokens: float | None = stage.tokens
     if stage.tokens_per_parameter is not None and num_parameters is not None:
         tokens = stage.tokens_per_parameter * num_parameters
     if tokens is None:
-        sources = [config.data[name] for name in stage.sources]
-        held = [sum(hashed_shares(source, own=own_splits(source))) for source in sources]
-        kept = [s.total_tokens * (1 - share) for s, share in zip(sources, held, strict=True) if s.total_tokens]
-        if len(kept) < len(sources) or stage.epochs is None:
+        kept = _kept(config, stage, "total_tokens")
+        if kept is None or stage.epochs is None:
             return None
-        tokens = stage.epochs * sum(kept) / (1 - stage.replay)
+        tokens = stage.epochs * kept / (1 - stage.replay)
     steps = math.ceil(tokens / (stage.geometry.global_rows * stage.geometry.seq_len))
     return min(steps, config.trainer.max_stage_steps or steps)
+
+
+def _assumed_passes(config: Config, stage: Stage) -> int | None:
+    """Return the optimizer steps of passes over prompts."""
+    kept = _kept(config, stage, "total_documents")
+    if kept is None or stage.epochs is None:
+        return None
+    steps = config.rollout.updates * math.ceil(stage.epochs * kept / config.rollout.prompts)
+    return min(steps, config.trainer.max_stage_steps or steps)
+
+
+def _kept(config: Config, stage: Stage, name: str) -> float | None:
+    """Return what a stage's sources have of `data.<name>.total_*` to train on; None where that is not known of each."""
+    kept = 0.0
+    for source in (config.data[each] for each in stage.sources):
+        total = getattr(source, name)
+        if total is None:
+            return None
+        kept += total * (1 - sum(hashed_shares(source, own=own_splits(source))))
+    return kept
 
 
 def between_steps(steps: Sequence[int], *, every: int) -> int:

@@ -154,6 +154,13 @@ class Tried:
     """Seconds to compile the training programs on this machine."""
     reason: str = ""
     """Why it was refused or pruned."""
+    iteration: Iteration | None = None
+    """An iteration, where rollouts are searched."""
+
+    @property
+    def compared_seconds(self) -> float | None:
+        """Seconds that a search compares: of a step, or of an answer where rollouts are searched."""
+        return self.step_seconds if self.iteration is None else 1 / self.iteration.answers_per_second
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tpu_experiments.config.escaping import for_markdown
+from tpu_experiments.config.hardware import PriceConfig
 from tpu_experiments.pages.table import markdown_line
 from tpu_experiments.planning.money import Dollars
-from tpu_experiments.planning.plan import Comparison, Plan
+from tpu_experiments.planning.plan import Comparison, Plan, Tried
 
 Cells = tuple[str, ...]
 
@@ -73,6 +74,18 @@ def search_cells(plan: Plan) -> list[Cells]:
     """Return one row per combination, the best first; empty without a search."""
     if not plan.search:
         return []
+    header: Cells
+    if any(tried.iteration for tried in plan.search):
+        header = (
+            "outcome",
+            "iteration s",
+            "answers/s",
+            "$ spot",
+            "$ listed, 1,000 answers",
+            "GiB per chip",
+            "settings",
+        )
+        return [header, *(_rollout(tried, price=plan.hw.price) for tried in plan.search)]
     header = ("outcome", "step s", "GiB per chip", "settings")
     return [
         header,
@@ -81,6 +94,20 @@ def search_cells(plan: Plan) -> list[Cells]:
             for t in plan.search
         ),
     ]
+
+
+def _rollout(tried: Tried, *, price: PriceConfig | None) -> Cells:
+    found = tried.iteration
+    usd = found.usd_per_thousand_answers(price) if found else Dollars(None, None)
+    return (
+        tried.outcome,
+        formatted(found.seconds if found else None, digits=3),
+        formatted(found.answers_per_second if found else None, digits=0),
+        dollars_text(usd.spot),
+        dollars_text(usd.on_demand),
+        formatted(tried.total_gib, digits=2),
+        settings(tried.overrides),
+    )
 
 
 def settings(overrides: tuple[str, ...]) -> str:

@@ -163,7 +163,12 @@ def ranked(tried: Sequence[Tried]) -> tuple[Tried, ...]:
     return tuple(
         sorted(
             tried,
-            key=lambda t: (ORDER.index(t.outcome), t.step_seconds or unknown, t.total_gib or unknown, not t.overrides),
+            key=lambda t: (
+                ORDER.index(t.outcome),
+                t.compared_seconds or unknown,
+                t.total_gib or unknown,
+                not t.overrides,
+            ),
         )
     )
 
@@ -200,4 +205,7 @@ def described(tried: Tried) -> str:
     """Format an outcome with its figures."""
     if tried.step_seconds is None or tried.total_gib is None:
         return tried.outcome
-    return f"{tried.step_seconds:.3f} s a step (estimate), {tried.total_gib:.2f} GiB per chip"
+    speed = f"{tried.step_seconds:.3f} s a step"
+    if tried.iteration is not None:
+        speed = f"{tried.iteration.answers_per_second:,.0f} answers/s"
+    return f"{speed} (estimate), {tried.total_gib:.2f} GiB per chip"

@@ -18,6 +18,8 @@ from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.runtime.processes.env import exported_flags
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.gguf.files import is_gguf, read_header
+from tpu_experiments.storage.gguf.settings import config_values
 from tpu_experiments.storage.paths import find_local
 
 log = logging.getLogger(__name__)
@@ -130,11 +132,13 @@ def digest_of(facts: dict[str, Any]) -> str:
 def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
     """Return the model's sizes without loading transformers.
 
-    They are those of a local checkpoint's config.json, otherwise of `model.arch`. None where that file cannot be read;
-    the run reports what is wrong with it.
+    They are those of a local checkpoint's config.json or of a GGUF file, otherwise of `model.arch`. None where
+    config.json cannot be read; the run reports what is wrong with it.
     """
     is_random = model.init == "random" or model.size == "tiny"
     folder = None if is_random else find_local(model.path)
+    if folder is not None and is_gguf(folder):
+        return config_values(read_header(folder))
     if folder is None or not folder.is_dir():
         return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
     try:

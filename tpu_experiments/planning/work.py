@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpu_experiments.config.recurrence import chunk_of
+from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import STATE_BYTES, AdamWConfig
-from tpu_experiments.metrics.flops import Decoder, Recurrent, Trainable, read_decoder
+from tpu_experiments.metrics.flops import Decoder, DeltaHybrid, Recurrent, Trainable, read_decoder
 
 GIB = 2**30
 
@@ -122,12 +122,12 @@ def matrix_bytes(rows: int, columns: int, *, base: str, double_quant: bool, item
 
 def base_bytes(decoder: Decoder, *, base: str, double_quant: bool, item_bytes: int) -> tuple[float, float]:
     """Return the bytes of a model's matrices, which are sharded, and of its vectors, which are whole."""
-    of_layer = sum(
-        matrix_bytes(high, wide, base=base, double_quant=double_quant, item_bytes=item_bytes)
-        for wide, high in decoder.projections.values()
+    of_layers = sum(
+        decoder.copies[name] * matrix_bytes(high, wide, base=base, double_quant=double_quant, item_bytes=item_bytes)
+        for name, (wide, high) in decoder.projections.items()
     )
-    rest = decoder.matrices - decoder.num_layers * decoder.layer_matrices
-    return decoder.num_layers * of_layer + rest * item_bytes, decoder.vectors * item_bytes
+    rest = decoder.matrices - decoder.matrices_of_layers
+    return of_layers + rest * item_bytes, decoder.vectors * item_bytes
 
 
 def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
@@ -177,8 +177,8 @@ def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, .
     """Return how many trained parameters have each shape; norms and biases count as vectors of `hidden`."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
     if step.trainable == "full":
-        for wide, high in decoder.projections.values():
-            found[high, wide] += decoder.num_layers
+        for name, (wide, high) in decoder.projections.items():
+            found[high, wide] += decoder.copies[name]
         found[decoder.vocab_size, decoder.hidden] += 1 if decoder.tied else 2
         rows = (decoder.matrices - int(sum(math.prod(shape) * found[shape] for shape in found))) // decoder.hidden
         found[rows, decoder.hidden] += rows > 0  # an encoder's further embeddings and the matrix of its head
@@ -208,6 +208,26 @@ def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
         states = 2.0 * decoder.query_dim * values / chunk if chunk < seq_len else 0.0
         kept = 4.0 * decoder.hidden + 2 * decoder.num_heads * decoder.query_dim + 6 * values + 4 * decoder.intermediate
         return kept + 5 * decoder.num_heads * chunk + states
+    if isinstance(decoder, DeltaHybrid):
+        return max(_saved_by_delta(decoder, seq_len=seq_len), _saved_by_attention(decoder, seq_len, attention))
+    return _saved_by_attention(decoder, seq_len, attention)
+
+
+def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int) -> float:
+    """Return the elements per token that the backward pass of one layer of Gated DeltaNet reads.
+
+    In float32, which counts twice: queries, keys and values before and behind the convolution and in the rule, the
+    corrections and what they read of the state, decays, scores and the matrices of the rounds, and states of chunks.
+    """
+    chunk, values = delta_chunk_of(seq_len), decoder.value_heads * decoder.value_width
+    keys = decoder.value_heads * decoder.key_width
+    rule = 2.0 * (4 * keys + 6 * values + decoder.value_heads * chunk * (4 + 2 * chunk.bit_length()))
+    states = 6.0 * keys * decoder.value_width / chunk
+    return 4.0 * decoder.hidden + 4 * decoder.channels + 2 * values + rule + states + 4 * decoder.intermediate
+
+
+def _saved_by_attention(decoder: Decoder, seq_len: int, attention: str) -> float:
+    """Return `_saved_by_layer` of a layer of attention."""
     queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
     kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.intermediate
     if attention == "sdpa":

@@ -3,31 +3,38 @@
 `row` is what the data has beside the prompt, by column. A function of one's own has the same form.
 """
 
+import contextlib
 import json
 import re
+import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from tpu_experiments.config.errors import ConfigError
 
-NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])[-\u2212]\\?[$€£]?)?(?P<digits>\d+(?:[.,\u00a0\u202f]\d+)*|\.\d+)(?P<exponent>[eE][-+]?\d+)?"
+)
+"""A minus behind a digit or a letter subtracts."""
 MARK = "####"
 """What GSM8K (arXiv 2110.14168) writes before its result."""
-FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+BOX = "\\boxed{"
+FENCED = re.compile(r"```(json\b)?\s*(.*?)```", re.DOTALL)
 
 
 def exact(prompt: str, completion: str, row: Mapping[str, Any], *, column: str = "answer") -> float:
-    """Return 1 for the row's answer, without the space around it.
+    """Return 1 for the row's answer, without the space around it; an accent may be a character of its own.
 
     >>> exact("2 + 2 =", " four\\n", {"answer": "four"})
     1.0
     """
-    return float(completion.strip() == str(row[column]).strip())
+    ours, right = (unicodedata.normalize("NFC", text.strip()) for text in (completion, str(row[column])))
+    return float(ours == right)
 
 
 def number(prompt: str, completion: str, row: Mapping[str, Any], *, column: str = "answer") -> float:
-    """Return 1 where the result is that of the row: the first number behind `####`, without one the last number.
+    """Return 1 where the result is that of the row, as `result_of` finds it.
 
     >>> number("", "5 and 1,200.0, so it is\\n#### 1,200 pears of 3", {"answer": "6 * 200 = 1200\\n#### 1200"})
     1.0
@@ -39,13 +46,37 @@ def number(prompt: str, completion: str, row: Mapping[str, Any], *, column: str 
 
 
 def result_of(text: str) -> Decimal | None:
-    """Return the result that a text gives; None without one."""
-    _, mark, after = text.rpartition(MARK)
-    found = NUMBER.findall(after)
-    if not found:
-        return None
+    """Return the result that a text gives; None without one.
+
+    It is the first number behind the first `####`, as in GSM8K's own script, else in the last `\\boxed{}`, else the
+    last number.
+    """
+    text = text.replace("{,}", ",").replace("\\,", "\u202f")
+    if MARK in text:
+        found = NUMBER.search(text.partition(MARK)[2])
+    elif BOX in text:
+        found = NUMBER.search(text.rpartition(BOX)[2].partition("}")[0])
+    else:
+        found = max(NUMBER.finditer(text), key=re.Match.start, default=None)
+    return None if found is None else _value_of(found)
+
+
+def _value_of(number: re.Match[str]) -> Decimal | None:
+    """Return the value of a number with marks of thousands and of decimals, of which the latter are once and last.
+
+    Where there is one mark alone, a point is of decimals, and a comma is of thousands before three digits.
+    """
+    digits = re.sub("[\u00a0\u202f]", "", number["digits"])
+    whole, last, rest = digits, "", ""
+    if marks := re.findall("[.,]", digits):
+        last = marks[-1]
+        is_thousands = marks.count(last) > 1 or (
+            last == "," and len(marks) == 1 and bool(re.fullmatch(r"[^0\D]\d{0,2},\d{3}", digits))
+        )
+        whole, _, rest = (digits, "", "") if is_thousands else digits.rpartition(last)
+    value = f"{re.sub('[.,]', '', whole)}.{rest}{number['exponent'] or ''}"
     try:
-        return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+        return Decimal(f"{'-' if number['sign'] else ''}{value}")
     except InvalidOperation:  # more digits than it takes
         return None
 
@@ -91,9 +122,13 @@ def json_schema(
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the schema is none: {error.message}") from error
-    fenced = FENCED.search(completion)
-    try:
-        value = json.loads(fenced[1] if fenced else completion)
-    except ValueError:
-        return 0.0
-    return float(kind(schema).is_valid(value))
+    fenced = sorted(FENCED.findall(completion), key=lambda found: not found[0])  # those that are marked come first
+    for text in (completion, *(found[1] for found in fenced[:1])):
+        with contextlib.suppress(ValueError, RecursionError):  # the latter of a thousand brackets
+            return float(kind(schema).is_valid(json.loads(text, parse_constant=_refused)))
+    return 0.0
+
+
+def _refused(name: str) -> None:
+    """Refuse NaN and Infinity, which are Python's and not JSON's."""
+    raise ValueError(name)

@@ -3,14 +3,17 @@
 A function is other people's code, called with what a model wrote: it may raise, hang, or end its process. Each costs
 the answer its reward, not the run: a process that hangs or ends is replaced, the answer is NaN and told. A process
 gets one answer and one function at a time; rewards are in the order of the answers whatever the order they come in.
+A function in TRL's form, `(prompts, completions, **columns) -> list`, gets lists of one.
 Legend: N answers, F functions.
 """
 
+import asyncio
 import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import signal
@@ -39,6 +42,10 @@ START_SECONDS = 120.0
 KEY = "rollout.rewards"
 NAMED_ROWS = 5
 """Answers whose numbers are told for each complaint."""
+NAMED_COMPLAINTS = 5
+"""Complaints that are told; texts of errors may be others for each answer."""
+
+MEMORY = "takes more memory than it may"
 
 Function = Callable[..., Any]
 
@@ -75,9 +82,11 @@ class Rewards:
         if not self.complaints:
             return None
         parts = []
-        for text, rows in self.complaints.items():
+        for text, rows in list(self.complaints.items())[:NAMED_COMPLAINTS]:
             more = f" and {len(rows) - NAMED_ROWS} more" if len(rows) > NAMED_ROWS else ""
             parts.append(f"{text} (rows {', '.join(map(str, rows[:NAMED_ROWS]))}{more})")
+        if len(self.complaints) > NAMED_COMPLAINTS:
+            parts.append(f"{len(self.complaints) - NAMED_COMPLAINTS:,} more such texts")
         num = int(np.isnan(self.values_NF).any(axis=1).sum())
         return f"{KEY}; {num:,} of {len(self.values_NF):,} answers have no reward: {'; '.join(parts)}."
 
@@ -163,11 +172,19 @@ class RewardPool:
         for worker in workers:
             worker.close()
 
+    def check(self) -> None:
+        """Start a process, and wait until it has imported the functions.
+
+        Raises:
+            ConfigError: one cannot be imported or called.
+        """
+        self.score([])
+
     def score(self, answers: Sequence[Answer]) -> Rewards:
         """Return the rewards of the answers.
 
         Raises:
-            ConfigError: the functions' module cannot be imported.
+            ConfigError: a function cannot be imported or called.
         """
         names, num = tuple(self.rewards), len(self.rewards)
         found = Rewards(
@@ -178,12 +195,12 @@ class RewardPool:
         )
         complaints: dict[_Job, str] = {}
         left = deque(_Job(row, function) for row in range(len(answers)) for function in range(num))
-        missing = min(self.num_workers, len(left)) - len(self._workers)
+        missing = min(self.num_workers, max(1, len(left))) - len(self._workers)
         if missing > 0:
             start_server()
             self._workers += [_Worker(self.rewards, max_bytes=self.max_bytes) for _ in range(missing)]
         try:
-            while left or any(worker.job for worker in self._workers):
+            while left or any(map(_is_busy, self._workers)):
                 self._step(left, answers, found, complaints)
         except BaseException:  # a signal's handler may raise: the next answers must not get this call's rewards
             self.close()
@@ -280,10 +297,14 @@ def _serve(connection: Connection, parent: int, rewards: Mapping[str, RewardConf
     if max_bytes is not None:
         _limit_memory(max_bytes)
     connection.send(("ready", None, 0.0))
+    pid = os.getpid()
     with contextlib.suppress(EOFError):
         while True:
             number, prompt, completion, row = connection.recv()
-            connection.send(_called(own[number], prompt, completion, row))
+            found = _called(own[number], prompt, completion, row)
+            if os.getpid() != pid:  # a child that the function forked: its answer would be taken for the next one's
+                os._exit(0)
+            connection.send(found)
 
 
 def _located(reward: RewardConfig, *, key: str) -> Function:
@@ -292,17 +313,67 @@ def _located(reward: RewardConfig, *, key: str) -> Function:
         found = getattr(importlib.import_module(module_name), name)
     except Exception as error:
         raise ConfigError(f"{key}.function={reward.function}; {failure_of(error)}") from error
+    if not callable(found):
+        raise ConfigError(f"{key}.function={reward.function}; it is no function but of type {type(found).__name__}.")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of some that are written in C
+        return functools.partial(found, **reward.arguments)
+    if "completions" in signature.parameters:
+        return functools.partial(_of_lists, found, signature, reward)
+    try:
+        signature.bind("", "", {}, **reward.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}.function={reward.function}; it is called as (prompt, completion, row) with the arguments "
+            f"{list(reward.arguments)}, and takes {signature}: {error}; change its parameters, or {key}.arguments; one "
+            "with a parameter `completions` is called as by TRL."
+        ) from error
     return functools.partial(found, **reward.arguments)
+
+
+def _of_lists(
+    function: Function,
+    signature: inspect.Signature,
+    reward: RewardConfig,
+    prompt: str,
+    completion: str,
+    row: Mapping[str, Any],
+) -> Any:
+    """Call a function of TRL's form on one answer."""
+    asked: Any = [{"role": "user", "content": prompt}] if reward.gives_messages else prompt
+    written: Any = [{"role": "assistant", "content": completion}] if reward.gives_messages else completion
+    given = {name: [value] for name, value in row.items()} | {"prompts": [asked], "completions": [written]}
+    given |= reward.arguments
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        given = {name: value for name, value in given.items() if name in signature.parameters}
+    try:
+        values = _waited_for(function(**given))
+    except (TypeError, AttributeError, IndexError) as error:  # often of what is given
+        kind = "messages" if reward.gives_messages else "texts"
+        raise TypeError(
+            f"{one_line(error)} (its completions are {kind}: gives_messages={reward.gives_messages})"
+        ) from error
+    if not hasattr(values, "__len__") or len(values) != 1:
+        raise ValueError(f"a list of one reward is wanted for a list of one completion, not {values!r}")
+    return values[0]
+
+
+def _waited_for(value: Any) -> Any:
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _called(function: Function, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[str, Any, float]:
     """Return what to send: the reward and the seconds it took, or what is wrong with it."""
     began = time.perf_counter()
     try:
-        value = function(prompt, completion, row)
+        value = _waited_for(function(prompt, completion, row))
     except MemoryError:
-        return "error", "takes more memory than it may", 0.0
+        return "error", MEMORY, 0.0
     except BaseException as error:  # also of sys.exit
+        if isinstance(error, ImportError) and "failed to map segment" in str(error):
+            return "error", f"{MEMORY}; import {error.name or 'such a library'} at the top of its module", 0.0
         return "error", f"raises {one_line(error)}", 0.0
     seconds = time.perf_counter() - began
     if not isinstance(value, SupportsFloat):

@@ -26,7 +26,7 @@ ABSMAX = "_absmax"
 """Suffix of the slot with the scales of the 8-bit codes in the slot without it (optim/blockwise.py)."""
 SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE, LEARNT_SCALE)
 """Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
-OF_XLSTM = {
+SAME_PLACE = {
     "backbone.embeddings.": "embed_tokens.",
     ".mlstm_layer.q.": ".q_proj.",
     ".mlstm_layer.k.": ".k_proj.",
@@ -36,9 +36,13 @@ OF_XLSTM = {
     ".ffn.proj_up_gate.": ".gate_proj.",
     ".ffn.proj_up.": ".up_proj.",
     ".ffn.proj_down.": ".down_proj.",
+    ".linear_attn.in_proj_qkv.": ".v_proj.",
+    ".linear_attn.in_proj_qkvz.": ".v_proj.",
+    ".linear_attn.in_proj_z.": ".v_proj.",
+    ".linear_attn.out_proj.": ".o_proj.",
 }
-"""Parts of an xLSTM's names, and of those under which rules for Transformers apply to the same matrices: of the same
-place and orientation. Its gates of one number a head have none."""
+"""Parts of the names of an xLSTM and of Gated DeltaNet layers, and of those under which rules for Transformers apply to
+the same matrices: of the same place and orientation. Their gates of one number a head have none."""
 
 
 class ShardingTable:
@@ -175,7 +179,7 @@ def batch_axes(ndim: int, *, rows_dim: int, mesh: Mesh) -> Axes:
 
 
 def _matches(glob: str, name: str) -> bool:
-    own, other = name, next((name.replace(part, to) for part, to in OF_XLSTM.items() if part in name), name)
+    own, other = name, next((name.replace(part, to) for part, to in SAME_PLACE.items() if part in name), name)
     return any(fnmatch.fnmatchcase(own, part) or fnmatch.fnmatchcase(other, part) for part in glob.split("|"))
 
 

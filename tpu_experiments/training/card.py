@@ -143,7 +143,8 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
 
 def _results(result: Mapping[str, Any], config: Config) -> str:
     if not objective_class(config).has_perplexity:
-        words = objective_class(config).words_of_results(config, result["eval_tokens"])
+        num = result[f"eval_{config.objective.predicts}"]
+        words = objective_class(config).words_of_results(config, num, num_tokens=result["eval_tokens"])
         return "\n\n".join(filter(None, (_own_measures(result), words)))
     before, after = result["eval_sources_before"], result["eval_sources"]
     rows = [(name, before.get(name), after[name]) for name in after]

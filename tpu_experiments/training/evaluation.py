@@ -89,10 +89,11 @@ class Told:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out results: mean loss in nats per supervised token, over all sources and for each."""
+    """Held-out results: mean loss in nats per supervised token, or per prediction, over all sources and for each."""
 
     loss: float
     num_tokens: int
+    """Supervised tokens."""
     sources: dict[str, float]
     measures: dict[str, float] = field(default_factory=dict)
     """`DERIVED_MEASURES` over all sources; unknown ones are left out."""
@@ -101,6 +102,8 @@ class Evaluation:
 
     has_perplexity: bool = True
     """Whether the loss is the mean of -log p of tokens."""
+    num_predictions: int = 0
+    """What the loss is a mean over: tokens, or pairs, answers or texts (`ObjectiveConfig.predicts`)."""
 
     @property
     def perplexity(self) -> float:
@@ -153,6 +156,7 @@ class Evaluator:
         """Evaluate every source's batches; all processes take part."""
         found: dict[str, list[Tensor]] = {source: [] for source in batches}
         num_bytes = dict.fromkeys(batches, 0)
+        num_learnt = 0
         queued: list[tuple[str, Tensor]] = []
 
         def read() -> None:
@@ -166,6 +170,7 @@ class Evaluator:
                     self.between()
                     queued.append((source, self.program(self._send(batch))))
                     num_bytes[source] += self._bytes(batch)
+                    num_learnt += batch.num_supervised
                     if len(queued) > QUEUED:
                         read()
                         told(done := done + 1, total)
@@ -180,7 +185,13 @@ class Evaluator:
             losses = {source: part.loss for source, part in parts.items()}
             measures = {source: part.measures for source, part in parts.items()}
             return Evaluation(
-                whole.loss, whole.num_predictions, losses, whole.measures, measures, self.measured.has_perplexity
+                whole.loss,
+                num_learnt,
+                losses,
+                whole.measures,
+                measures,
+                self.measured.has_perplexity,
+                whole.num_predictions,
             )
         losses = {source: float(t[0] / t[1]) for source, t in totals.items() if t[1] > 0}
         return Evaluation(
@@ -189,6 +200,7 @@ class Evaluator:
             losses,
             _derived(overall, num_bytes=sum(num_bytes.values())),
             {source: _derived(totals[source], num_bytes=num_bytes[source]) for source in losses},
+            num_predictions=int(overall[1]),
         )
 
     def sums_of(self, batch: HostBatch) -> tuple[float, float]:

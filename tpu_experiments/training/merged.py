@@ -92,7 +92,9 @@ class MergedCopy:
     def _value(self, name: str, own: Mapping[str, Tensor], *, is_trained: bool) -> Tensor:
         """Return a weight with its adapter in it, rounded once, and without the columns of a padded one."""
         path, _, _ = name.rpartition(".")
-        weight = own[name][tuple(slice(size) for size in self.shapes[name])]
+        weight, shape = own[name], self.shapes[name]
+        if weight.shape != shape:  # a view of a view would keep the one between alive: such a call is not replayed
+            weight = weight[tuple(map(slice, shape))]
         if not weight.is_floating_point() or is_magnitude(name) or is_learnt_scale(name):
             return weight
         dtype = self.model.source.dtype

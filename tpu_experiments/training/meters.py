@@ -323,13 +323,16 @@ class Meters:
         self._geometry, self._last = geometry, self.mark()
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Yield the same batches, counting the time waited for each as input wait."""
+        """Yield the same batches, counting the time waited for each as input wait.
+
+        The end is no batch: a feed ends once the device has computed what it was fed.
+        """
         while True:
             started = time.perf_counter()
             item = next(batches, None)
-            self._input_wait += time.perf_counter() - started
             if item is None:
                 return
+            self._input_wait += time.perf_counter() - started
             yield item
 
     @property

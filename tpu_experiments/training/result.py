@@ -51,7 +51,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
         "start": progress.start,
         "hw": config.hw.name,
         "stages": [_stage(record, config=config) for record in progress.stages],
-        **_quality(ending),
+        **_quality(ending, predicts=config.objective.predicts),
         "writes_text": writes_text(config),
         **({} if objective_class(config).has_perplexity else {"has_perplexity": False}),
         **({} if config.objective.is_evaluated else {"is_evaluated": False}),
@@ -81,7 +81,7 @@ def result_fields(ending: Ending, *, config: Config, provenance: dict[str, Any])
 def _stage(record: StageRecord, *, config: Config) -> dict[str, Any]:
     """Return the results of a stage, with the mean loss of each pass over its rows."""
     epochs, is_perplexity = None, objective_class(config).has_perplexity
-    counted = "supervised_tokens" if config.objective.examples is None else "predictions"
+    counted = "supervised_tokens" if config.objective.predicts == "tokens" else "predictions"
     if record.epochs is not None:
         epochs = [
             {
@@ -97,13 +97,14 @@ def _stage(record: StageRecord, *, config: Config) -> dict[str, Any]:
     return asdict(record) | {"epochs": epochs}
 
 
-def _quality(ending: Ending) -> dict[str, Any]:
-    """Return held-out losses and samples, before and after training."""
+def _quality(ending: Ending, *, predicts: str) -> dict[str, Any]:
+    """Return held-out losses and samples, before and after training, and what `predicts` says the loss is of."""
     progress, evaluation = ending.progress, ending.evaluation
     return {
         "eval_loss_before": progress.eval_loss_before,
         "eval_loss": evaluation.loss,
         "eval_tokens": evaluation.num_tokens,
+        f"eval_{predicts}": evaluation.num_predictions,
         "eval_sources_before": progress.eval_sources_before,
         "eval_sources": evaluation.sources,
         "perplexity": evaluation.perplexity,

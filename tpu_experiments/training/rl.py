@@ -207,6 +207,7 @@ class PolicyTrainer(Trainer):
                 workers=rollout.reward_workers,
                 max_bytes=None if limit is None else int(limit * 2**30),
             )
+            on_rank_zero(self.runtime, self.rewards.check)
             self.sampler = self.build_sampler()
 
     def build_sampler(self) -> Sampler:

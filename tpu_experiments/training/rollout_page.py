@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.data.documents import beginning
 from tpu_experiments.data.prompts import Prompt
 from tpu_experiments.pages.page import page
@@ -16,6 +17,8 @@ GROUPS = 3
 """Prompts shown of an iteration."""
 ITERATIONS = 5
 """Iterations on a page."""
+ANSWERS = 16
+"""Answers shown to a prompt."""
 MAX_CHARS = 2000
 """Characters of a prompt or an answer on a page."""
 
@@ -86,12 +89,13 @@ def _section(found: Rollout, *, prompts: Sequence[Prompt], tokenizer: PreTrained
     groups = []
     for rows in _groups(found)[:GROUPS]:
         answers = []
-        for row in rows:
-            text = _text(found, row, tokenizer=tokenizer)[:MAX_CHARS] + (" (cut off)" if found.is_cut_N[row] else "")
+        for row in rows[:ANSWERS]:
+            text = _begun(_text(found, row, tokenizer=tokenizer)) + (" (cut off)" if found.is_cut_N[row] else "")
             rewards = map(_shown, found.rewards_NF[row].tolist())
             length = int(found.lengths_N[row] - found.prompt_lengths_N[row])
             answers.append((*rewards, f"{found.advantage_N[row]:+.2f}", f"{length:,}", text))
-        groups.append((prompts[int(found.prompt_index_N[rows[0]])].text[:MAX_CHARS], answers))
+        more = f"{ANSWERS} of {len(rows):,} answers" if len(rows) > ANSWERS else ""
+        groups.append((_begun(prompts[int(found.prompt_index_N[rows[0]])].text), more, answers))
     means = (f"{name} {_shown(_mean(found.rewards_NF[:, number]))}" for number, name in enumerate(found.reward_names))
     return {
         "title": f"Written after step {found.version:,}",
@@ -113,6 +117,11 @@ def _without_spread(found: Rollout) -> float:
 
 def _text(found: Rollout, row: int, *, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(found.answer_ids(row), skip_special_tokens=True))
+
+
+def _begun(text: str) -> str:
+    """Return at most `MAX_CHARS` characters of a text, with controls as escapes."""
+    return for_terminal(text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 1]}…")
 
 
 def _mean(values_N: NDArray[np.float64]) -> float:

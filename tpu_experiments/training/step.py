@@ -209,7 +209,8 @@ class TrainStep:
         scale, row_losses_AR, report_ARK = scale_of(state), kept, None
         if self.reported is not None:
             num = 1 if total.ndim == 0 else len(total)
-            row_losses_AR, report_ARK = kept[..., :num], kept[..., num:]
+            # A tensor of its own: a view of a view keeps the one between alive, and such a call is not replayed.
+            row_losses_AR, report_ARK = kept[..., :num].clone(), kept[..., num:]
             row_losses_AR = row_losses_AR.reshape(*row_losses_AR.shape[:2], *total.shape)
         if total.ndim > 0:
             # Rescaled, so that the rows' losses are one number each and their sum over one count is the loss.

@@ -48,6 +48,11 @@ class ObjectiveConfig:
         """Return what its rows hold, as records call it; None of tokens alone."""
         return ("answers" if self.reads_single else "pairs") if self.reads_pairs else None
 
+    @property
+    def predicts(self) -> str:
+        """Return what its loss is a mean over, as result.json calls it."""
+        return self.examples or ("texts" if self.reads_labels else "tokens")
+
     def known_labels(self) -> list[str] | None:
         """Return the labels in the order of their numbers; None where it has none, or they are not known yet.
 

@@ -55,6 +55,10 @@ class Record:
         self._read = before
         return None if found is None else found[1]
 
+    def named(self, *names: str) -> str | None:
+        """Return the file's name of the first of these fields that the row has, be it null; None where it has none."""
+        return next((own for name in names for own in self._own(name)), None)
+
     def names(self) -> Iterator[str]:
         """Yield the names of fields that have a value, were not read, and are not mentioned by `renamed`."""
         known = self._taken | self._read

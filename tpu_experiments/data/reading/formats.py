@@ -322,7 +322,7 @@ def _pair(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list[l
     tools = _offered(record, prompt, spec=spec)
     prompt = [_set_aside(turn, is_context=turn.role == "assistant") for turn in prompt]  # once for both
     sides = [
-        _ended(prompt, answer, name=column_of(record, names))
+        _ended(prompt, answer, name=column_of(record, names), unread=unread)
         for names, answer in zip((CHOSEN, REJECTED), answers, strict=True)
     ]
     if sides[0] == sides[1]:
@@ -335,7 +335,7 @@ def _single(record: Record, spec: SourceSpec, *, unread: set[str]) -> tuple[list
     prompt, answer = turns_of_single(record, spec=spec, unread=unread)
     prompt = _with_history(record, prompt, spec=spec, unread=unread)
     tools = _offered(record, prompt, spec=spec)
-    return _ended(prompt, answer, name=column_of(record, COMPLETION, PROMPT)), tools
+    return _ended(prompt, answer, name=column_of(record, COMPLETION, PROMPT), unread=unread), tools
 
 
 def _offered(record: Record, prompt: list[Turn], *, spec: SourceSpec) -> list[Any]:
@@ -347,10 +347,17 @@ def _offered(record: Record, prompt: list[Turn], *, spec: SourceSpec) -> list[An
     return tools
 
 
-def _ended(prompt: list[Turn], answer: list[Turn], *, name: str) -> list[Turn]:
-    """Return the turns up to the answer's last one by the assistant, the only one that is learnt."""
+def _ended(prompt: list[Turn], answer: list[Turn], *, name: str, unread: set[str]) -> list[Turn]:
+    """Return the turns up to the answer's last one by the assistant, the only one that is learnt.
+
+    Args:
+        unread: is told of turns behind that one.
+    """
+    whole = len(answer)
     while answer and answer[-1].role != "assistant":
         answer = answer[:-1]
+    if answer and len(answer) < whole:
+        unread.add(f"{name}[] after its last answer")
     last = answer[-1] if answer else Turn("assistant", "")
     if not (last.content.strip() or last.calls or last.reasoning):
         raise empty_answer(name)

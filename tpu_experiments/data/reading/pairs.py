@@ -78,8 +78,8 @@ def turns_of_pair(record: Record, *, spec: SourceSpec, unread: set[str]) -> Pair
     if not shared:
         raise BadRow(
             "no_common_prompt",
-            "has a chosen and a rejected conversation that begin with different turns, so that they do not answer the "
-            "same prompt; mend or remove the row.",
+            f"has conversations in {column_of(record, CHOSEN)!r} and {column_of(record, REJECTED)!r} that "
+            f"{_difference(*sides)}, so that they do not answer the same prompt; mend or remove the row.",
         )
     if shared == min(map(len, sides)) and shared and sides[0][shared - 1].role == "assistant":
         shared -= 1  # one of them goes on where the other ends: the answer in which they agree is the end of that one
@@ -98,12 +98,14 @@ def turns_of_single(record: Record, *, spec: SourceSpec, unread: set[str]) -> tu
         return prompt, _turns(record, COMPLETION, role="assistant", spec=spec, unread=unread)
     last = max((number for number, turn in enumerate(prompt) if turn.role == "assistant"), default=None)
     if last is None:
+        if (own := record.named(*COMPLETION)) is not None:
+            raise empty_answer(own)
         raise BadRow(
             "no_field",
             f"has no answer, neither a turn of the assistant in {column_of(record, PROMPT)!r} nor a field "
             f"{_any_of(COMPLETION, spec)!r}; it has {names_of(record.fields)}; mend or remove the row.",
         )
-    return prompt[:last], prompt[last : last + 1]
+    return prompt[:last], prompt[last:]
 
 
 def label_of(record: Record, *, spec: SourceSpec) -> bool:
@@ -112,8 +114,7 @@ def label_of(record: Record, *, spec: SourceSpec) -> bool:
     Raises:
         BadRow: the label is missing, or says neither.
     """
-    found = record.find(*LABEL)
-    name, value = (spec.fields.get(LABEL[0], LABEL[0]), None) if found is None else found
+    name, value = record.find(*LABEL) or (record.named(*LABEL) or spec.fields.get(LABEL[0], LABEL[0]), None)
     label = LABELS.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
     if label is None:
         raise BadRow(
@@ -166,9 +167,10 @@ def _number(value: Any) -> float | None:
 def _turns(record: Record, names: tuple[str, ...], *, role: str, spec: SourceSpec, unread: set[str]) -> list[Turn]:
     found = record.find(*names)
     if found is None or is_empty(found[1]):
-        own = _any_of(names, spec) if found is None else found[0]
-        if found is not None and role == "assistant":
-            raise empty_answer(own)
+        named = record.named(*names) if found is None else found[0]
+        if named is not None and role == "assistant":
+            raise empty_answer(named)
+        own = named or _any_of(names, spec)
         raise BadRow(
             "no_field",
             f"has nothing in {own!r}, which data.{spec.name}.format={spec.format} needs; it has "
@@ -209,6 +211,14 @@ def empty_answer(name: str) -> BadRow:
     return BadRow(
         "empty_answer", f"has an empty answer in {name!r}, which nothing is learnt from; mend or remove the row."
     )
+
+
+def _difference(chosen: list[Turn], rejected: list[Turn]) -> str:
+    """Return how two conversations begin that have no first turn in common."""
+    systems = [bool(side) and side[0].role == "system" for side in (chosen, rejected)]
+    if sum(systems) == 1:
+        return f"begin with a system turn in the {'chosen' if systems[0] else 'rejected'} one alone"
+    return "begin with different turns"
 
 
 def _mark_repeated(record: Record, chosen: list[Turn]) -> None:

@@ -15,6 +15,8 @@ from tpu_experiments.config.regular_files import MOST_BYTES, read_regular, requi
 from tpu_experiments.config.remote_code import require_no_code
 from tpu_experiments.data.tokens.sandbox import CHAT_FORMATS, TemplateLimit, rendered
 from tpu_experiments.data.tokens.words import backend_of
+from tpu_experiments.storage.gguf.files import is_gguf
+from tpu_experiments.storage.gguf.opening import opened
 from tpu_experiments.storage.given_folders import require_template, require_tokenizer_folder
 from tpu_experiments.storage.paths import find_local
 
@@ -87,6 +89,8 @@ def load_tokenizer(
 def _read_tokenizer(path: str, *, revision: str | None, remote_code: str, key: str) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a folder or Hub id; arguments and errors are those of `load_tokenizer`."""
     local = find_local(path)
+    if local is not None and is_gguf(local):
+        local, revision = opened(local, revision=revision), None
     if local is None:
         require_tokenizer_folder(path, key=key)
     elif local.is_dir():

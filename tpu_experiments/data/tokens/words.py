@@ -23,14 +23,9 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern of tokenizers' ByteLevel."""
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace("{1,3}", "")
-WORDS_OF_DIGITS = {"any": _GPT2_WORDS, "three": _LLAMA3_WORDS, "single": _QWEN2_WORDS}
+from tpu_experiments.storage.gguf.splits import GPT2, LLAMA3, QWEN2
+
+WORDS_OF_DIGITS = {"any": GPT2, "three": LLAMA3, "single": QWEN2}
 """Patterns of byte-level BPE by the largest number of digits in a word: GPT-2's, Llama 3's and Qwen 2's."""
 BLANK, _BLANK_WORDS = "\u2581", re.compile(" *[^ ]+| +")
 LETTER = "x"
@@ -77,8 +72,8 @@ def _byte_level(state: dict[str, Any]) -> Pipeline | None:
         return None
     isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
     is_split = len(steps) == 2 and steps[0].items() >= isolated.items()
-    pattern = steps[0]["pattern"].get("Regex") if is_split else _GPT2_WORDS if len(steps) == 1 else None
-    if pattern not in (_GPT2_WORDS, _LLAMA3_WORDS, _QWEN2_WORDS):
+    pattern = steps[0]["pattern"].get("Regex") if is_split else GPT2 if len(steps) == 1 else None
+    if pattern not in (GPT2, LLAMA3, QWEN2):
         return None
     return Pipeline(_python_pattern(pattern), has_blanks=False, is_nfc=is_nfc)
 

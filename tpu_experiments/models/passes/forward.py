@@ -268,14 +268,20 @@ def _without_mask(_: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
 def attention_input(segments_BT: Tensor, *, module: nn.Module, causal: bool = True) -> Any:
     """Return the model's `attention_mask`: segment ids for `flash` (attention.py), masks for other implementations.
 
-    Models without attention that keep documents apart by themselves (xLSTM) get the segments (B, T).
+    Models without attention that keep documents apart by themselves (xLSTM) get the segments (B, T), and so do the
+    layers of a model that do (Qwen 3.5).
     """
     config: Any = module.config
     if getattr(module, "reads_segments", False):
         return segments_BT
     if config._attn_implementation != FLASH:
-        return in_attention_form(attention_masks(segments_BT, config=config, causal=causal), module)
-    return segments_BT[:, None, None, :] if causal else segments_BT[:, None, :, None]
+        masks = in_attention_form(attention_masks(segments_BT, config=config, causal=causal), module)
+    else:
+        masks = segments_BT[:, None, None, :] if causal else segments_BT[:, None, :, None]
+    beside = getattr(module, "reads_segments_in", ())
+    if not beside:
+        return masks
+    return (masks if isinstance(masks, dict) else {"full_attention": masks}) | dict.fromkeys(beside, segments_BT)
 
 
 def in_attention_form(masks: Tensor | Masks | None, module: nn.Module) -> Any:

@@ -1,11 +1,11 @@
 """Text from token ids with a cache of one shape: one program reads prompts, one writes tokens, for each bucket.
 
 A layer keeps the keys and values of every token, those that slide too: their window is in the mask. Layers of xLSTM
-keep a state of one size instead (mlstm.py). Prompts are padded on the left, so that the rows of a batch write at
-one slot. The next token is chosen with static shapes and equals transformers' logits processors; draws come from one
-uniform number a token, made on the host, so they are the same on every device for the same logits. Legend: B rows, T
-slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D head dimension, V vocabulary, C
-candidates."""
+and of Gated DeltaNet keep a state of one size instead (mlstm.py, gated_delta.py). Prompts are padded on the left, so
+that the rows of a batch write at one slot. The next token is chosen with static shapes and equals transformers' logits
+processors; draws come from one uniform number a token, made on the host, so they are the same on every device for the
+same logits. Legend: B rows, T slots of the prompt, S slots in all, N tokens written in one call, K key/value heads, D
+head dimension, V vocabulary, C candidates."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,15 +35,22 @@ from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors, with_slot
 
 
 class FreshCache:
-    """Collects the keys and values of whole prompts (B, K, T, D) and returns them unchanged."""
+    """Collects the keys and values of whole prompts (B, K, T, D) and returns them unchanged; and states of layers."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, ...]] = {}
 
-    def kept(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values in the order of layers."""
+    def kept(self) -> list[tuple[Tensor, ...]]:
+        """Return keys and values, or states, in the order of layers."""
         return [self.layers[index] for index in sorted(self.layers)]
+
+    def state(self, layer_idx: int) -> None:
+        """Return no state: these are the first tokens (models/families/delta_net.py)."""
+
+    def keep(self, layer_idx: int, tensors: tuple[Tensor, ...]) -> None:
+        """Store a layer's state after whole prompts."""
+        self.layers[layer_idx] = tensors
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values, padded to (B, K, S, D); transformers' layers call it."""
@@ -60,7 +67,7 @@ class FilledCache:
     """Writes the key and value of one token into its slot and returns all slots.
 
     Args:
-        layers: keys and values (B, K, S, D), written in place where that is not XLA's to decide.
+        layers: keys and values (B, K, S, D), written in place where that is not XLA's to decide; or states.
         slot: number of the token's slot, (1,) int32.
     """
 
@@ -68,8 +75,16 @@ class FilledCache:
         self.layers, self.slot = list(layers), slot
 
     def kept(self) -> Sequence[tuple[Tensor, ...]]:
-        """Return keys and values in the order of layers."""
+        """Return keys and values, or states, in the order of layers."""
         return self.layers
+
+    def state(self, layer_idx: int) -> tuple[Tensor, ...]:
+        """Return a layer's state after the tokens before (models/families/delta_net.py)."""
+        return self.layers[layer_idx]
+
+    def keep(self, layer_idx: int, tensors: tuple[Tensor, ...]) -> None:
+        """Replace a layer's state."""
+        self.layers[layer_idx] = tensors
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a layer's key and value of one token and return all slots; transformers' layers call it."""

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.masking import LABEL
-from tpu_experiments.models.huggingface import CLASSIFIER, LONGFORMER, XLSTM, HuggingFaceModel
+from tpu_experiments.models.huggingface import CLASSIFIER, DELTA_NETS, LONGFORMER, XLSTM, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward
 from tpu_experiments.models.passes.forward import UNFIT
@@ -235,7 +235,9 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {use}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
-    families = {XLSTM: ["mlstm", "xlstm"], LONGFORMER: ["longformer"]}.get(source.config.model_type, [])
+    delta = {name: ["gated_delta", "delta_net"] for name in DELTA_NETS}
+    by_type = {XLSTM: ["mlstm", "xlstm"], LONGFORMER: ["longformer"], **delta}
+    families = by_type.get(source.config.model_type, [])
     own = ["classification", *families] if source.head == CLASSIFIER else families
     files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, attention, experts))]
     for file in (*files, *(Path(__file__).parents[1] / "families" / f"{name}.py" for name in own)):

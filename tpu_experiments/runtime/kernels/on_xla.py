@@ -1,10 +1,11 @@
-"""The TPU attention kernel in torch_xla's graphs: lowered by jax once, embedded as a computation.
+"""The TPU's kernels in torch_xla's graphs, attention and grouped products: lowered by jax once, then embedded.
 
 Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -24,6 +25,14 @@ from tpu_experiments.runtime.kernels.attention import (
     holds_rows,
 )
 from tpu_experiments.runtime.kernels.contraction import contraction
+from tpu_experiments.runtime.kernels.grouped import (
+    GroupedProducts,
+    expert_order,
+    grouped_outer,
+    grouped_product,
+    grouped_products,
+    rows_at,
+)
 from tpu_experiments.runtime.kernels.integers import int8_product
 
 
@@ -103,3 +112,53 @@ def _(a: Tensor, b: Tensor, of_a: Sequence[int], of_b: Sequence[int], in_parts: 
     kept = [0] if in_parts else []
     made: Tensor = torch_xla._XLAC._xla_dot_general(a, b, ((list(of_a), list(of_b)), (kept, kept)))
     return made
+
+
+def grouped_products_for(hw: HwConfig, *, mesh: Mesh, device: str) -> GroupedProducts | None:
+    """Return how programs for `device` (`tpu`, in either case) multiply groups; None for every other device."""
+    if device.lower() != "tpu":
+        return None
+    return GroupedProducts(mesh if hw.parallel == "spmd" else Mesh())
+
+
+@expert_order.register_kernel("xla")
+def _(chosen: Tensor, experts: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, place, sizes = _grouped("order", chosen, experts=experts)
+    return order, place, sizes
+
+
+@rows_at.register_kernel("xla")
+def _(x: Tensor, index: Tensor, parts: int) -> Tensor:
+    return _grouped("rows", x, index)[0]
+
+
+@grouped_product.register_kernel("xla")
+def _(x: Tensor, weight: Tensor, sizes: Tensor, contracted: int) -> Tensor:
+    return _grouped("product", x, weight, sizes, contracted=contracted)[0]
+
+
+@grouped_outer.register_kernel("xla")
+def _(a: Tensor, b: Tensor, sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    kind = str(dtype).removeprefix("torch.")
+    return _grouped("outer", a, b, sizes, experts=sizes.shape[1], dtype=kind)[0]
+
+
+def _grouped(name: str, *tensors: Tensor, **settings: Any) -> list[Tensor]:
+    products = grouped_products()
+    assert products is not None, "experts ask for them before they use them"
+    shapes = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
+    computation = _grouped_computation(name, products, tuple(settings.items()), shapes)
+    made: list[Tensor] = torch_xla._XLAC._xla_user_computation(f"xla::grouped_{name}", tensors, computation)
+    return made
+
+
+@functools.cache
+def _grouped_computation(
+    name: str,
+    products: GroupedProducts,
+    settings: tuple[tuple[str, Any], ...],
+    shapes: tuple[tuple[tuple[int, ...], str], ...],
+) -> object:
+    from tpu_experiments.runtime.kernels.megablox import lowered  # imported here as `splash` is
+
+    return xb.computation_from_module_proto(f"grouped_{name}", lowered(name, products, settings, shapes))

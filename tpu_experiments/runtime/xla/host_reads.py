@@ -24,8 +24,9 @@ READERS = frozenset(
         torch.linalg.solve_triangular, torch.ops.aten.linalg_solve_triangular.default,
     }
 )  # fmt: skip
-"""Functions that read their first argument, or whose result has a data-dependent shape. Triangular systems (the delta
-rule of Qwen 3 Next) are solved on the host, where torch_xla 2.9.0 ends the process with a segmentation fault."""
+"""Functions that read their first argument, or whose result has a data-dependent shape. Triangular systems
+(transformers' gated delta rule) are solved on the host, where torch_xla 2.9.0 ends the process with a segmentation
+fault."""
 REMEDY = (
     "a program is traced once for many calls, so nothing in it may depend on numbers of the device: compute with "
     "tensors (torch.where in place of a branch or a mask as an index), or read it between the steps, as `evaluate` may"

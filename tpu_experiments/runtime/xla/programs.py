@@ -292,7 +292,7 @@ class XlaProgram(Generic[Out]):
         if replay is not None:
             replay.reader.wait(self._num_calls)
             on_output = on_output and replay.reader.wrap(self._num_calls, on_output)
-        is_alone = self.compiles.last == self.name
+        after = self.compiles.last
         num_before = self.compiles.before(self.name)
         signature = signature_of(batch)
         is_first = signature not in self._texts
@@ -313,7 +313,7 @@ class XlaProgram(Generic[Out]):
             self.compiles.dispatch_seconds += time.thread_time() - started
         else:
             num_traced, before = self.num_traced, replay.dispatch_seconds
-            out, change = replay.call(signature, batch, function=trace, may_replay=is_alone)
+            out, change = replay.call(signature, batch, function=trace, after=after)
             self.compiles.dispatch_seconds += replay.dispatch_seconds - before
             if self.num_traced == num_traced and not self._is_replayed:
                 self._is_replayed = True

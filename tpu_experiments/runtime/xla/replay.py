@@ -203,6 +203,8 @@ class Calls:
         """Whether traces can be recorded."""
         self._last: Any = None
         self._num_same = 0
+        self._known: set[str] = set()
+        """Programs right behind which a call was traced, and its graph was that of the others."""
         self._is_steady = every > 1
         self._random = random.Random(0)  # with a fixed seed, so that every start of a run traces the same calls
         self._interval = self._next_interval()
@@ -211,20 +213,25 @@ class Calls:
         """Draw an interval in calls, uniform from 0.5 to 1.5 times `every`."""
         return self._random.randint(max(1, self.every // 2), self.every + self.every // 2)
 
-    def replayable(self) -> Any:
-        """Return the recording that stands for the next call, or None where the call has to be traced."""
-        is_known = self._is_steady and self._num_same >= NUM_FIRST and self.num_replayed < self._interval - 1
-        return self._last if is_known else None
+    def replayable(self, after: str) -> Any:
+        """Return the recording that stands for the next call, or None where the call has to be traced.
+
+        Args:
+            after: the program that was called before.
+        """
+        is_known = self._is_steady and self._num_same >= NUM_FIRST and after in self._known
+        return self._last if is_known and self.num_replayed < self._interval - 1 else None
 
     def replayed(self) -> None:
         """Count a call that was replayed."""
         self.num_replayed += 1
 
-    def traced(self, now: Any) -> Change | None:
+    def traced(self, now: Any, after: str) -> Change | None:
         """Count a call that was traced and return what changed, once.
 
         Args:
             now: its recording; None where it could not be recorded.
+            after: the program that was called before.
         """
         before, num_replayed = self._last, self.num_replayed
         self._last, self.num_replayed, self._interval = now, 0, self._next_interval()
@@ -234,6 +241,7 @@ class Calls:
             return None
         number = None if before is None else self.differ(before, now)
         self._num_same += 1
+        self._known.add(after)
         if number is None or not self._is_steady:
             return None
         self._is_steady = False
@@ -291,17 +299,17 @@ class Replay:
         return sum(calls.num_replayed for calls in self._calls.values())
 
     def call(
-        self, signature: Signature, batch: Batch, *, function: Callable[[], Any], may_replay: bool
+        self, signature: Signature, batch: Batch, *, function: Callable[[], Any], after: str
     ) -> tuple[Any, Change | None]:
         """Queue one call; return the function's result and what changed since the previous trace.
 
         Args:
             function: traces the program and returns its result.
-            may_replay: False for the first call after another program, which has to be traced.
+            after: the program that was called before; the first call behind each is traced.
         """
         calls = self._calls.setdefault(signature, Calls(every=self.every, differ=differs))
         named = named_tensors(batch, self.held())
-        known = calls.replayable() if may_replay else None
+        known = calls.replayable(after)
         started = time.thread_time()
         if known is not None and known.fits(named):
             out = known.replay(named, device=str(torch_xla.device()))
@@ -316,7 +324,7 @@ class Replay:
         found = None
         if trace is not None and not is_drawn:
             found = trace.recorded(out, checks_strays=calls.num_traced == 0)
-        change = calls.traced(None if found is None else found[0])
+        change = calls.traced(None if found is None else found[0], after)
         if trace is not None and found is not None:
             recording, inputs = found
             out = recording.run(trace.named, inputs)

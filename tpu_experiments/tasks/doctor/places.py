@@ -23,6 +23,7 @@ from tpu_experiments.planning.stored_plans import sizes_of
 from tpu_experiments.planning.work import GIB, analytic_memory
 from tpu_experiments.runtime.processes.env import compile_cache_folder
 from tpu_experiments.storage import lease, paths, strict_json
+from tpu_experiments.storage.gguf.files import is_gguf
 from tpu_experiments.storage.paths import find_local
 from tpu_experiments.storage.retry import complaint
 from tpu_experiments.storage.run_folder import has_other_length, open_run
@@ -48,8 +49,8 @@ def inspect_model_files(config: Config) -> ModelFiles:
     if model.init == "random" or model.size == "tiny":
         return ModelFiles("drawn", is_complete=True)
     local = find_local(model.path)
-    if local is not None and local.is_dir():
-        return ModelFiles("folder", str(local), is_whole(local))
+    if local is not None and (local.is_dir() or is_gguf(local)):
+        return ModelFiles("folder", str(local), is_gguf(local) or is_whole(local))
     if model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
         return ModelFiles("missing")
     from huggingface_hub import snapshot_download

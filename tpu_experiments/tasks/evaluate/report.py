@@ -65,6 +65,7 @@ def facts(subject: Subject, results: Results, *, num_in_split: Mapping[str, int]
             name: {value: asdict(comparison) for value, comparison in values.items()}
             for name, values in results.by_value.items()
         },
+        "documents_are": _counted(subject),
         "documents_in_split": dict(num_in_split),
         "answers": {name: _plain(scores) for name, scores in results.answers.items()},
         "resamples": task.resamples,
@@ -83,7 +84,7 @@ def as_text(subject: Subject, results: Results) -> str:
     by_value = results.by_value.items()
     each = {f"{name}, {value}": estimates for name, values in by_value for value, estimates in values.items()}
     columns = objective_class(subject.config).columns_of_evaluation
-    shown = partial(measures_table, columns=columns) if columns else table
+    shown = partial(measures_table, columns=columns, counted=_counted(subject)) if columns else table
     by = [shown(each, first=f"by {task.by}")] if each else []
     own = [labels_table(found, labels), f1_table(labels)] if labels else [shown(found)]
     others = [_FURTHER_TABLES[name](values) for name, values in results.further.items() if values]
@@ -103,11 +104,23 @@ def table(found: Compared, *, first: str = "source") -> str:
     return aligned([header, *(_line(name, comparison, is_bound=is_bound) for name, comparison in found.items())])
 
 
-def measures_table(found: Compared, *, columns: Sequence[tuple[str, str]], first: str = "source") -> str:
-    """Return a table of an objective's own measures, the first two with their difference."""
+def _counted(subject: Subject) -> str:
+    """Return what is drawn for an interval: pairs, single answers with those of their row, or documents."""
+    objective = subject.config.objective
+    return {"pairs": "pairs", "answers": "rows of answers"}.get(objective.predicts, "documents")
+
+
+def measures_table(
+    found: Compared, *, columns: Sequence[tuple[str, str]], counted: str = "documents", first: str = "source"
+) -> str:
+    """Return a table of an objective's own measures, the first two with their difference.
+
+    Args:
+        counted: title of the number of documents.
+    """
     compared = [name for name, _ in columns[:2]]
     shown = [(name, title) for name, title in columns if any(name in own.base for own in found.values())]
-    header = [first, "documents", "tokens"]
+    header = [first, counted, "tokens"]
     for name, title in shown:
         header += [title, "difference"] if name in compared else [title]
     lines = [tuple(header)]

@@ -21,6 +21,7 @@ from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import EvaluateTaskConfig
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
+from tpu_experiments.models.sources.build import STARTS
 from tpu_experiments.objectives.base import writes_text
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.storage import paths
@@ -54,7 +55,8 @@ class Subject:
         if self.kind == "base":
             return None
         if self.kind == "adapter":
-            return read_adapter(self.place, has_head=True).tensors
+            tensors = read_adapter(self.place, has_head=True).tensors
+            return _for_reduced_base(tensors, r=self.config.lora.r) if self.config.lora.init == "pissa" else tensors
         max_held_bytes = self.config.checkpoint.max_copy_gib * 2**30
         if self.kind == "model":
             return read_model(self.place, max_held_bytes=max_held_bytes)
@@ -186,7 +188,9 @@ def _run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
         kind = "model" if config.lora.r == 0 else "adapter"
         start = _start_of(finished.get("start"), config, run=folder.path())
         found = Subject(config, kind, folder.path(kind), results, start, finished.get("data_audit"))
-        return found if kind == "model" else _with_adapter(found, found.place)
+        if kind == "model" or (config.lora.init in STARTS and config.objective.reads_reference()):
+            return found  # the model as the run began is made again, of its own settings
+        return _with_adapter(found, found.place)
     newest = latest_progress(folder.path("checkpoints"))
     if newest is None:
         raise ConfigError(
@@ -216,6 +220,13 @@ def _start_of(lineage: Mapping[str, Any] | None, config: Config, *, run: str) ->
             "that folder."
         )
     return point
+
+
+def _for_reduced_base(tensors: Mapping[str, Tensor], *, r: int) -> dict[str, Tensor]:
+    """Return A and B for the base that PiSSA reduced: of the exported B A - B0 A0 the first r of 2 r."""
+    found = dict(tensors)
+    found |= {name: each[:r] for name, each in tensors.items() if name.endswith("lora_A")}
+    return found | {name: each[:, :r].contiguous() for name, each in tensors.items() if name.endswith("lora_B")}
 
 
 def _with_adapter(subject: Subject, adapter: str) -> Subject:

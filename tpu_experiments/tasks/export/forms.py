@@ -30,7 +30,7 @@ from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.adapters.low_rank_qat import grid_of, input_settings
 from tpu_experiments.runtime.stacked import LEARNT_SCALE
 from tpu_experiments.storage import paths
-from tpu_experiments.tasks.export.llama_cpp import LlamaCppModel
+from tpu_experiments.storage.gguf.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
 from tpu_experiments.tasks.export.rounding import Rounding, in_codes, in_dtype, in_gguf, unchanged
 from tpu_experiments.tasks.export.subject import Subject

@@ -61,7 +61,7 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
                 written = answers_of(config, settings.decode)
                 if written.rows is not None and which == "all":
                     answers[number] = submit_decoding(
-                        config, written, compilers=compilers, folder=folder, merge=run.merge
+                        config, written, compilers=compilers, folder=folder, merges=run.merges
                     )
             except ConfigError as error:
                 traced.append(error)
@@ -204,13 +204,14 @@ def with_length(plan: Plan, *, run: Traced, programs: Sequence[Planned]) -> Plan
         score_batch_seconds=seconds.get("score"),
         step_seconds=step.total_s if step else None,
     )
+    of_answers = plan.decoding.compile_seconds if plan.decoding and writes_rollouts(run.config) else 0.0
     outside = OutsideSteps(
         base_gib=plan.memory.classes.get("base weights", 0.0),
         eval_rows=run.stages[0].geometry.micro_rows * run.stages[0].geometry.num_shards,
         eval_batch_seconds=seconds.get("eval"),
         reference_batch_seconds=seconds.get("reference"),
         sample_token_seconds=seconds.get("sample"),
-        compile_seconds=sum(p.compiled.seconds for p in programs),
+        compile_seconds=sum(p.compiled.seconds for p in programs) + of_answers,
         rollout_seconds=iteration.rollout_seconds if iteration else 0.0,
         answer_seconds=(plan.decoding.seconds or 0.0) if iteration and plan.decoding else 0.0,
     )

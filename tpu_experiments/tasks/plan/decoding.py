@@ -1,6 +1,6 @@
 """Plan the two programs that write answers (models/passes/generation.py): lower, compile, read what they cost."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,13 +37,14 @@ class Submitted:
     rows: int
     programs: tuple[Lowered, Lowered]
     futures: tuple[Future[Compiled], ...]
-    merge: Lowered | None = None
-    """Program of a run that makes the copy of its weights, compiled last; None where the weights are there."""
+    merges: tuple[Lowered, ...] = ()
+    """Programs of a run that make the copy of its weights, and that of their averages, compiled last; none where the
+    weights are there."""
 
     @cached_property
     def each(self) -> list[Planned]:
         """Return what the compilers say of the programs, in their order; waits for them."""
-        lowered = (*self.programs, *((self.merge,) if self.merge is not None else ()))
+        lowered = (*self.programs, *self.merges)
         compiled = [future.result() for future in self.futures]
         return [planned(p, c, hw=self.config.hw, trained=()) for p, c in zip(lowered, compiled, strict=True)]
 
@@ -55,7 +56,7 @@ class Submitted:
                 stages=(),
                 shape=" x ".join(map(str, each.shape)),
                 compile_seconds=each.compiled.seconds,
-                total_gib=each.memory.total + (kept_gib if each.name != "merge" else 0.0),
+                total_gib=each.memory.total + (kept_gib if each.name in ("read", "write") else 0.0),
                 estimated_seconds=each.time.total_s if each.time else None,
                 fingerprint=each.compiled.folder.name,
             )
@@ -71,7 +72,7 @@ class Submitted:
         """
         hw, settings = self.config.hw, self.settings
         assert hw.chip is not None, "hardware without a datasheet is refused before"
-        read, write, *merge = self.each
+        read, write, *merges = self.each
         calls, per_call = calls_of(settings.max_new_tokens, tokens_per_call=settings.tokens_per_call)
         floor = bytes_of_chip(self.programs[1]) / (hw.chip.hbm_gb_per_second * 1e9)
         # No cycles are estimated for weights that are fetched while others are multiplied.
@@ -91,7 +92,7 @@ class Submitted:
             limit_gib=chip_limit_gib(hw),
             num_devices=hw.num_devices,
             compile_seconds=sum(each.compiled.seconds for each in self.each),
-            merge_seconds=sum(each.time.total_s for each in merge if each.time),
+            merge_seconds=sum(each.time.total_s for each in merges[:1] if each.time),
         )
 
 
@@ -106,7 +107,7 @@ def bytes_of_chip(program: Lowered) -> int:
 
 
 def submit_decoding(
-    config: Config, settings: DecodeConfig, *, compilers: Compilers, folder: str, merge: Lowered | None = None
+    config: Config, settings: DecodeConfig, *, compilers: Compilers, folder: str, merges: Sequence[Lowered] = ()
 ) -> Submitted:
     """Lower the programs that write answers with a config's model, adapters merged, and start to compile them.
 
@@ -116,7 +117,7 @@ def submit_decoding(
     Args:
         settings: `rows` is not null.
         folder: cache of compilations.
-        merge: the program that makes the copy of a run's weights, which is compiled too.
+        merges: the programs that make the copy of a run's weights, and that of their averages, which are compiled too.
 
     Raises:
         ConfigError: the model writes no text, or prompt and answer are longer than it takes.
@@ -149,9 +150,8 @@ def submit_decoding(
         seed=0,
     )
     programs = lowered_decoding(decoder, length=settings.prompt_tokens, with_shape=1)
-    every = (*programs, *((merge,) if merge is not None else ()))
-    futures = tuple(compilers.submit(program, hw=config.hw, folder=folder) for program in every)
-    return Submitted(config, settings, decoder.num_rows, programs, futures, merge)
+    futures = tuple(compilers.submit(program, hw=config.hw, folder=folder) for program in (*programs, *merges))
+    return Submitted(config, settings, decoder.num_rows, programs, futures, tuple(merges))
 
 
 def lowered_decoding(decoder: Decoder, *, length: int, with_shape: int = 0) -> tuple[Lowered, Lowered]:

@@ -63,7 +63,8 @@ def steps_of(config: Config, stages: Sequence[Stage]) -> tuple[dict[str, int | N
         }
         if None in steps.values():
             return steps, [f"hours and dollars need the length of an epoch: {why}"]
-        return steps, [f"the length of an epoch is assumed from data.<name>.total_tokens: {why}"]
+        known = "total_documents" if config.objective.samples_rollouts else "total_tokens"
+        return steps, [f"the length of an epoch is assumed from data.<name>.{known}: {why}"]
     inputs = RunInputs(tokenizer, sources, list(stages), num_parameters=num_parameters)
     if config.objective.samples_rollouts:
         inputs.prompts = prompts_of(config, stages, tokenizer=tokenizer)
@@ -98,6 +99,8 @@ def counted_only(config: Config) -> Iterator[Program]:
     if writes_rollouts(config):
         answers = answers_of(config, DecodeConfig())
         yield Program("merge", (), "weights", None)
+        if config.optim.ema:
+            yield Program("merge averages", (), "weights", None)
         yield Program("read", (), f"{answers.rows} x {answers.prompt_tokens}", None)
         yield Program("write", (), f"{answers.rows} x {answers.tokens_per_call}", None)
 

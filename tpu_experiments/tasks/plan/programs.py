@@ -1,6 +1,6 @@
 """Lower every program of the run on placeholders: training step, evaluation, reference, sample, questions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,8 +48,9 @@ class Traced:
     """Batch shape (A, R, T) of each stage, by name."""
     programs: list[Lowered]
     """One training program per shape, then evaluation, reference, scores of a rollout, sample and questions."""
-    merge: Lowered | None = None
-    """The program that makes a copy of the weights for answers (task.decode.rows, or a rollout)."""
+    merges: tuple[Lowered, ...] = ()
+    """The program that makes a copy of the weights for answers (task.decode.rows, or a rollout), then the one of their
+    averages, with which a run of rollouts answers held-out prompts (optim.ema)."""
 
 
 def trace_run(config: Config, *, which: str) -> Traced:
@@ -81,8 +82,8 @@ def trace_run(config: Config, *, which: str) -> Traced:
     arch, trained = trainer.model.source.config, frozenset(trainer.parameters)
     writes = which == "all" and isinstance(config.task, PlanTaskConfig) and config.task.decode.rows is not None
     writes = (writes and writes_text(config)) or (which == "all" and writes_rollouts(config))
-    merge = lowered_merge(trainer) if writes else None
-    return Traced(config, stages, arch, trained, shapes, programs, merge)
+    merges = tuple(lowered_merges(trainer)) if writes else ()
+    return Traced(config, stages, arch, trained, shapes, programs, merges)
 
 
 def planned_trainer(config: Config, runtime: Any) -> Any:
@@ -227,15 +228,19 @@ def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
     return lowered
 
 
-def lowered_merge(trainer: Any) -> Lowered:
-    """Lower the program that makes a copy of the current weights to write answers with."""
-    own = trainer.evaluated_parameters
-    copy = MergedCopy(trainer.model, lora=trainer.config.lora, runtime=trainer.runtime, averages=own)
-    merged, as_run = partial(copy.merged, parameters=own), copy.program_of_averages
+def lowered_merges(trainer: Any) -> Iterator[Lowered]:
+    """Lower the program that makes a copy of the current weights to write answers with, and that of their averages."""
+    config = trainer.config
+    averages = trainer.evaluated_parameters if config.optim.ema and writes_rollouts(config) else None
+    copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime, averages=averages)
     unread = {"none": torch.empty(1, device="meta")}
-    with torch.no_grad():
-        lowered: Lowered = trainer.runtime.lower(merged, name="merge", batch=unread, rows_dim=-1, as_run=as_run)
-    return lowered
+    for parameters, as_run in ((trainer.parameters, copy.program), (averages, copy.program_of_averages)):
+        if parameters is not None:
+            merged = partial(copy.merged, parameters=parameters)
+            name = "merge" if parameters is trainer.parameters else "merge averages"
+            with torch.no_grad():
+                lowered: Lowered = trainer.runtime.lower(merged, name=name, batch=unread, rows_dim=-1, as_run=as_run)
+            yield lowered
 
 
 def sample_like(sampler: Any, *, rows: int) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from tpu_experiments.planning.plan import Plan, Tried, chip_limit_gib
 from tpu_experiments.planning.search import Candidate, best_of, combinations, find_largest, in_waves, ranked, rungs
 from tpu_experiments.planning.tuned import SET, Line, facts_of, overrides_of, tuned, write_line
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
+from tpu_experiments.tasks.plan.rollouts import writes_rollouts
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,20 @@ class Case:
 def case_of(config: Config, *overrides: str) -> Case:
     """Return the case of a config, with open rows set to fit its data and the fastest known settings.
 
-    Tuned settings are left out where the command explores settings itself.
+    Tuned settings are left out where the command explores settings itself, and rows per step where it explores the
+    rollouts that they are of.
     """
     assert isinstance(config.task, PlanTaskConfig)
-    if config.task.explore != "none":
+    of_rollouts = searches_rollouts(config)
+    if config.task.explore != "none" and not of_rollouts:
         config, overrides = replace(config, tuned="off"), (*overrides, "tuned=off")
     if is_open(config):
         # Imports tokenizers and readers, which takes seconds.
         from tpu_experiments.tasks.open_settings import with_open_settings
 
         found = with_open_settings(config, is_lookup=True)
-        overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in OPEN))
+        keys = [key for key in OPEN if key != "global_batch_rows" or not of_rollouts]
+        overrides = (*overrides, *(f"trainer.{key}={getattr(found.trainer, key)}" for key in keys))
     else:
         found = tuned(config)
     return Case(found, (*overrides, *overrides_of(config, found)))
@@ -109,8 +113,18 @@ def plan_largest_batch(case: Case, settings: PlanTaskConfig, *, method: str) -> 
 def search_settings(case: Case, settings: PlanTaskConfig, *, method: str) -> Plan:
     """Return the plan with the fastest settings that fit, and every combination tried."""
 
+    of_rollouts = searches_rollouts(case.config)
+    if of_rollouts and (method == "analytic" or settings.search.table is not None):
+        why = "nothing is compiled here, and formulas know no decoder" if method == "analytic" else ""
+        why = why or f"task.search.table={settings.search.table} takes settings of steps"
+        raise ConfigError(
+            f"task.explore=search with objective={case.config.objective.name}; {why}; task.programs=train searches the "
+            "settings of its steps alone."
+        )
+    which = "all" if of_rollouts else "train"
+
     def attempt(wave: Sequence[Candidate]) -> list[Tried]:
-        answers = make_plans([each.config for each in wave], settings, method=method, which="train")
+        answers = make_plans([each.config for each in wave], settings, method=method, which=which)
         return [outcome(each.overrides, answer) for each, answer in zip(wave, answers, strict=True)]
 
     candidates, left_out = worth_trying(case, settings)
@@ -151,8 +165,17 @@ def worth_trying(case: Case, settings: PlanTaskConfig) -> tuple[list[Candidate],
 def axes_of(config: Config, settings: PlanTaskConfig) -> dict[str, list[Any]]:
     """Return the axes that have values and an effect on this machine."""
     idle = set() if config.hw.parallel == "spmd" else {"sharding"}
-    axes = settings.search.axes
-    return {key: values for key, values in axes.items() if values and idle.isdisjoint({key, key.partition(".")[0]})}
+    of_rollouts = searches_rollouts(config)
+    found = {key: values for key, values in settings.search.axes.items() if values}
+    found = {key: values for key, values in found.items() if key.startswith("rollout.") == of_rollouts}
+    return {key: values for key, values in found.items() if idle.isdisjoint({key, key.partition(".")[0]})}
+
+
+def searches_rollouts(config: Config) -> bool:
+    """Return whether a search compares rollouts: that of a run on its own answers, unless it is of its steps alone."""
+    task = config.task
+    is_search = isinstance(task, PlanTaskConfig) and task.explore == "search" and task.programs == "all"
+    return is_search and writes_rollouts(config)
 
 
 def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
@@ -201,4 +224,7 @@ def outcome(point: tuple[str, ...], answer: Plan | ConfigError) -> Tried:
     total = answer.memory.total
     if not answer.fits:
         return Tried(point, "too large", total, reason=answer.shortage.message if answer.shortage else "")
-    return Tried(point, "fits", total, answer.time.total_s if answer.time else None, answer.compile_seconds)
+    seconds = answer.time.total_s if answer.time else None
+    if answer.decoding is not None:
+        total = max(total, answer.decoding.beside_gib)
+    return Tried(point, "fits", total, seconds, answer.compile_seconds, iteration=answer.iteration)

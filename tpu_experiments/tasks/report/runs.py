@@ -69,12 +69,14 @@ class Run:
 
     @property
     def held_out(self) -> tuple[tuple[str, ...], float] | None:
-        """Return sources and number of tokens of the final evaluation; None if unknown.
+        """Return sources of the final evaluation and the number of pairs, answers, texts or tokens; None if unknown.
 
-        Losses over different sources or tokens are not comparable.
+        Losses over different sources or numbers are not comparable.
         """
-        tokens = (self.result or {}).get("eval_tokens")
-        return None if tokens is None else (tuple(sorted((self.result or {}).get("eval_sources") or ())), tokens)
+        result = self.result or {}
+        names = ("eval_pairs", "eval_answers", "eval_texts", "eval_tokens")
+        number = next((result[name] for name in names if result.get(name) is not None), None)
+        return None if number is None else (tuple(sorted(result.get("eval_sources") or ())), number)
 
     @property
     def measure(self) -> tuple[str, float] | None:

@@ -175,11 +175,15 @@ class LlamaCppModel:
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab_size: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
-    def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text, in which names of control tokens are plain text."""
+    def ids(self, text: str, *, adds: bool = False) -> list[int]:
+        """Return the tokens of a text, in which names of control tokens are plain text.
+
+        Args:
+            adds: whether the tokens that the file puts around a text are among them.
+        """
         data = (text.removeprefix(" ") if self._drops_blank else text).encode()
         ids = (ctypes.c_int32 * (len(data) + 16))()
-        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, False)
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), adds, False)
         if count < 0:
             raise RuntimeError(f"llama.cpp gives {-count} tokens for {len(data)} bytes")
         return ids[:count]

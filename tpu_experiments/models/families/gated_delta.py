@@ -1,0 +1,213 @@
+"""The gated delta rule (arXiv 2412.06464) in plain torch: over rows of packed documents, and token by token.
+
+A head holds a matrix S. With decay a in (0, 1], learning rate b, key k and query q of length 1, token t makes of it
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T,   o_t = S_t^T q_t / sqrt(D)
+
+In chunks (arXiv 2406.06484, section 3) the corrections of a chunk's tokens depend on one another by a lower triangular
+matrix I + A, A_ij = b_i (k_i k_j) a_{j+1} ... a_i for j < i: one system for each chunk, and S is handed from chunk to
+chunk. At the first token of a document the decay is zero, so that packed documents are as alone. Nothing here depends
+on values: one shape is one program. All is float32, as in transformers (5.23), whose `solve_triangular` torch_xla
+computes on the host; here products invert the matrix (`inverse_of_unit_lower`).
+
+Legend: B rows, N heads, T tokens, D width of queries and keys, E width of values, K chunks, L tokens of a chunk, C
+channels of the convolution, W its width."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpu_experiments.config.recurrence import delta_chunk_of
+
+GRID = 2.0**-9
+"""Sums of logarithms of decays are split at it, as in mlstm.py: they grow to thousands, and their differences matter
+near 0."""
+OUTSIDE = -1
+"""Segment of what precedes a row, and of the padding that fills its first chunk."""
+EPS = 1e-6
+"""Added to the squared length of queries and keys, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Inputs of the rule for whole rows."""
+
+    query_BNTD: Tensor
+    key_BNTD: Tensor
+    value_BNTE: Tensor
+    log_decay_BNT: Tensor
+    """At most 0, float32."""
+    rate_BNT: Tensor
+
+
+def over_rows(rule: Rule, segments_BT: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
+    """Return what the rule makes of rows of packed documents, (B, N, T, E) float32.
+
+    Args:
+        segments_BT: numbers of documents, one after another; padding, 0, is a document of its own.
+        chunk_tokens: L, a power of two; None is that of config/recurrence.py.
+    """
+    return with_last_state(rule, segments_BT, chunk_tokens=chunk_tokens)[0]
+
+
+def with_last_state(rule: Rule, segments_BT: Tensor, *, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the result of `over_rows`, and the state (B, N, D, E) after the last token of each row."""
+    num_tokens = segments_BT.shape[1]
+    chunks = _Chunks.of(rule, segments_BT, size=chunk_tokens or delta_chunk_of(num_tokens))
+    made, last = chunks.outputs()
+    return made[:, :, -num_tokens:], last
+
+
+def one_token(rule: Rule, state_BNDE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the rule makes of the next token, (B, N, 1, E), and the state after it.
+
+    Args:
+        rule: inputs of one token, T = 1, of the document that the state is of.
+    """
+    query, key = (each[:, :, 0] for each in (scaled_query(rule.query_BNTD), of_length_1(rule.key_BNTD)))
+    state_BNDE = state_BNDE * torch.exp(rule.log_decay_BNT[..., 0].float())[..., None, None]
+    known_BNE = (state_BNDE * key[..., None]).sum(-2)
+    change_BNE = (rule.value_BNTE[:, :, 0].float() - known_BNE) * rule.rate_BNT.float()
+    state_BNDE = state_BNDE + key[..., None] * change_BNE[..., None, :]
+    return (state_BNDE * query[..., None]).sum(-2)[:, :, None], state_BNDE
+
+
+def of_length_1(vectors: Tensor) -> Tensor:
+    """Divide vectors (..., D) by their length, float32."""
+    vectors = vectors.float()
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPS)
+
+
+def scaled_query(query: Tensor) -> Tensor:
+    """Return queries of length 1 / sqrt(D), float32."""
+    return of_length_1(query) * query.shape[-1] ** -0.5
+
+
+def causal_convolution(tokens_BTC: Tensor, weight_CW: Tensor, segments_BT: Tensor) -> Tensor:
+    """Return sums over each token and the W - 1 before it in its document, channel by channel, float32."""
+    tokens_BTC, weight_CW, width = tokens_BTC.float(), weight_CW.float(), weight_CW.shape[1]
+    summed = tokens_BTC * weight_CW[:, -1]
+    for back in range(1, width):
+        earlier_BTC = F.pad(tokens_BTC, (0, 0, back, 0))[:, :-back]
+        is_own_BT = F.pad(segments_BT, (back, 0), value=OUTSIDE)[:, :-back] == segments_BT
+        summed = summed + earlier_BTC * is_own_BT[..., None] * weight_CW[:, width - 1 - back]
+    return summed
+
+
+def inverse_of_unit_lower(strict: Tensor) -> Tensor:
+    """Return (I + A)^-1 of matrices A (..., L, L), of which what is below the diagonal is read; L is a power of two.
+
+    Blocks on the diagonal are inverted, of twice the size in each round: the inverse of [[P, 0], [Q, R]] is
+    [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]. Two products a round, as many as (I - A)(I + A^2)(I + A^4)... takes, whose powers
+    of A grow to 1e17 where the keys of 64 tokens are the same, as those of padding are, and cancel.
+    """
+    size = strict.shape[-1]
+    index_L = torch.arange(size, device=strict.device, dtype=torch.int32)
+    apart_LL = index_L[:, None] ^ index_L[None, :]
+    below_LL = index_L[:, None] > index_L[None, :]
+    inverse = (index_L[:, None] == index_L[None, :]).to(strict.dtype) - strict.masked_fill(
+        ~(below_LL & (apart_LL < 2)), 0.0
+    )
+    half = 2
+    while half < size:
+        is_between_LL = below_LL & (apart_LL >= half) & (apart_LL < 2 * half)
+        inverse = inverse - inverse @ strict.masked_fill(~is_between_LL, 0.0) @ inverse
+        half *= 2
+    return inverse
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Rows in chunks; the first chunk begins with padding where they do not divide a row."""
+
+    query_BNKLD: Tensor
+    """Of length 1 / sqrt(D)."""
+    key_BNKLD: Tensor
+    """Of length 1."""
+    value_BNKLE: Tensor
+    rate_BNKL: Tensor
+    coarse_BNKL: Tensor
+    """Sums over the chunk's tokens so far of the logarithms of decays, rounded to a multiple of `GRID`."""
+    fine_BNKL: Tensor
+    """The sums of what rounding left."""
+    segments_B1KL: Tensor
+
+    @staticmethod
+    def of(rule: Rule, segments_BT: Tensor, *, size: int) -> "_Chunks":
+        num_tokens = segments_BT.shape[1]
+        count = -(-num_tokens // size)
+        more = count * size - num_tokens
+        log_decay_BNT = rule.log_decay_BNT.float()
+        coarse_BNT = (log_decay_BNT.detach() / GRID).round() * GRID
+
+        def cut(tensor: Tensor, *, dim: int, fill: int = 0) -> Tensor:
+            padding = (0, 0) * (tensor.ndim - 1 - dim) + (more, 0)
+            return (F.pad(tensor, padding, value=fill) if more else tensor).unflatten(dim, (count, size))
+
+        return _Chunks(
+            cut(scaled_query(rule.query_BNTD), dim=2),
+            cut(of_length_1(rule.key_BNTD), dim=2),
+            cut(rule.value_BNTE.float(), dim=2),
+            cut(rule.rate_BNT.float(), dim=2),
+            cut(coarse_BNT, dim=2).cumsum(-1),
+            cut(log_decay_BNT - coarse_BNT, dim=2).cumsum(-1),
+            cut(segments_BT, dim=1, fill=OUTSIDE)[:, None],
+        )
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Return (B, N, K * L, E) and the state after the last chunk (B, N, D, E)."""
+        decay = self._decay_within()
+        key_BNKDL = self.key_BNKLD.transpose(-1, -2)
+        inverse = inverse_of_unit_lower(self.key_BNKLD @ key_BNKDL * decay * self.rate_BNKL[..., None])
+        since_BNKL1 = self._decay_of_state()
+        rate_BNKL1 = self.rate_BNKL[..., None]
+        new_BNKLE = inverse @ (self.value_BNKLE * rate_BNKL1)
+        read_BNKLD = inverse @ (self.key_BNKLD * (rate_BNKL1 * since_BNKL1))
+        scores_BNKLL = self.query_BNKLD @ key_BNKDL * decay
+        before, last = self._states(new_BNKLE, read_BNKLD)
+        if before is None:
+            return (scores_BNKLL @ new_BNKLE).flatten(2, 3), last
+        new_BNKLE = new_BNKLE - read_BNKLD @ before
+        return (scores_BNKLL @ new_BNKLE + (self.query_BNKLD * since_BNKL1) @ before).flatten(2, 3), last
+
+    def _decay_within(self) -> Tensor:
+        """Return the decay from each token to a later one or itself of its document and chunk, (B, N, K, L, L)."""
+        segments, size = self.segments_B1KL, self.segments_B1KL.shape[-1]
+        causal_LL = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
+        is_seen = causal_LL & (segments[..., :, None] == segments[..., None, :])
+        coarse, fine = (each[..., :, None] - each[..., None, :] for each in (self.coarse_BNKL, self.fine_BNKL))
+        return torch.exp((coarse + fine).masked_fill(~is_seen, -torch.inf))
+
+    def _decay_of_state(self) -> Tensor:
+        """Return the decay from the state before a chunk to each token, 0 where it is of another document."""
+        is_same = self.segments_B1KL == self._segments_before()[..., None]
+        return torch.exp((self.coarse_BNKL + self.fine_BNKL).masked_fill(~is_same, -torch.inf))[..., None]
+
+    def _segments_before(self) -> Tensor:
+        """Return the segment of the token before each chunk, (B, 1, K)."""
+        return F.pad(self.segments_B1KL[..., :-1, -1], (1, 0), value=OUTSIDE - 1)
+
+    def _states(self, new_BNKLE: Tensor, read_BNKLD: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the state before each chunk (B, N, K, D, E), None where there is one chunk, and after the last one.
+
+        Args:
+            new_BNKLE: corrections of an empty state.
+            read_BNKLD: what they subtract from it, as products with the state before the chunk.
+        """
+        last_B1K1 = self.segments_B1KL[..., -1:]
+        coarse, fine = (each[..., -1:] - each for each in (self.coarse_BNKL, self.fine_BNKL))
+        until_BNKL = torch.exp((coarse + fine).masked_fill(self.segments_B1KL != last_B1K1, -torch.inf))
+        written_BNKDL = (self.key_BNKLD * until_BNKL[..., None]).transpose(-1, -2)
+        added_BNKDE = written_BNKDL @ new_BNKLE
+        state = added_BNKDE[:, :, 0]
+        if added_BNKDE.shape[2] == 1:
+            return None, state
+        removed_BNKDD = written_BNKDL @ read_BNKLD
+        kept_BNK11 = self._decay_of_state()[..., -1:, :]
+        before = [torch.zeros_like(state)]
+        for k in range(1, added_BNKDE.shape[2]):
+            before.append(state)
+            state = state * kept_BNK11[:, :, k] - removed_BNKDD[:, :, k] @ state + added_BNKDE[:, :, k]
+        return torch.stack(before, 2), state

@@ -1,0 +1,1 @@
+"""GGUF files as models to start from, and as llama.cpp reads them."""
