@@ -40,8 +40,8 @@ def main() -> None:
         return
     given.folder = given.folder or Path(tempfile.mkdtemp(prefix="rewarding_real_"))
     given.folder.mkdir(parents=True, exist_ok=True)
-    for name, own in (("held_out", rows()[:HELD_OUT]), ("train", rows()[HELD_OUT:])):
-        (given.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in own))
+    for name, part in (("held_out", rows()[:HELD_OUT]), ("train", rows()[HELD_OUT:])):
+        (given.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
     print(json.dumps({"model": BASE} | scored(given, BASE)), flush=True)
     for seed in given.seeds:
         own = trained(given, seed)
