@@ -102,6 +102,25 @@ def test_the_pace_leaves_the_compilation_out(monkeypatch: pytest.MonkeyPatch) ->
     assert pace.seconds_per_step == pytest.approx(3 / 20)
 
 
+def test_the_pace_leaves_out_what_comes_before_the_first_step(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is loaded and evaluated for 190 s before steps of 10 s; in plain torch the first record is steady."""
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    monkeypatch.setattr("tpu_experiments.loggers.console.time.monotonic", lambda: now)
+    logger = ConsoleLogger(make_context(), style="lines")
+    now = 190.0
+    logger.text(0, tag="stage", text="stage main")
+    now = 200.0
+    logger.scalars(1, RECORD)
+    assert caplog.messages[-1].endswith("left 0:16:30")
+    now = 260.0  # an evaluation of 50 s belongs to the steps, and so does the border of a stage
+    logger.text(2, tag="stage", text="stage two")
+    logger.scalars(2, RECORD)
+    assert caplog.messages[-1].endswith("left 0:57:10")
+
+
 def test_a_record_with_a_compilation_says_no_time_left(
     make_context: MakeContext, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,11 @@ class ConsoleLogger(MetricLogger):
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self._of_evaluation(values).items())
             log.info("step %d/%d  %s", step, self._total, shown)
 
+    def text(self, step: int, *, tag: str, text: str) -> None:
+        """Count the time of the first steps from their stage's beginning."""
+        if tag == "stage":
+            self._pace.begin()
+
     def finish(self) -> None:
         """Close the bar and leave it on the screen."""
         if self._bar is not None:
@@ -99,10 +104,11 @@ class Pace:
     """Wall-clock seconds per step: of the last record, and of all whose interval holds no compilation.
 
     No time left is said before there is one: with the compilation in it, the first would say hours for minutes.
+    So would it with the loading of the model and the evaluation before the first step.
     """
 
     def __init__(self, step: int) -> None:
-        self._last = (step, time.monotonic())
+        self._last, self._has_begun = (step, time.monotonic()), False
         self._steps, self._seconds = 0, 0.0
         self.last_seconds_per_step = math.nan
 
@@ -111,6 +117,11 @@ class Pace:
         """Return the mean over the records without compilation; NaN before the first."""
         return self._seconds / self._steps if self._steps else math.nan
 
+    def begin(self) -> None:
+        """Note that the first steps begin now; later stages begin within the time of the steps."""
+        if not self._has_begun:
+            self._last, self._has_begun = (self._last[0], time.monotonic()), True
+
     def advance(self, step: int, *, is_steady: bool) -> None:
         """Note a record at `step`, made now; `is_steady` where nothing compiled since the last."""
         now = (step, time.monotonic())
@@ -118,7 +129,7 @@ class Pace:
         self.last_seconds_per_step = seconds / steps if steps > 0 else math.nan
         if is_steady:
             self._steps, self._seconds = self._steps + steps, self._seconds + seconds
-        self._last = now
+        self._last, self._has_begun = now, True
 
 
 def _number(values: dict[str, float], key: str, spec: str) -> str:
