@@ -3,7 +3,6 @@
 Packed rows, adapters in PEFT and losses of steps are in test_families.py and test_decoders.py, folded layers in
 test_fold.py, the rule in test_gated_delta.py."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.models.generation.small import prompts_of
+from tests.models.one_program import require_one_program
 from tests.models.test_families import alone
-from tests.objectives.test_replaced_token import num_reads
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
@@ -47,25 +46,12 @@ def test_the_preset_has_the_parameters_that_it_names():
 
 def test_steps_on_xla_are_one_program_without_a_host_read(monkeypatch):
     """Rows of 38 tokens, in chunks of 16 with what is left over."""
-    import torch_xla.debug.metrics as met
-
     monkeypatch.setattr(gated_delta, "delta_chunk_of", lambda _: 16)
     config = composed(*TINY, *TWO, "lora=all_linear_r8", "lora.targets=[all-linear]")
     runtime = make_runtime(config)
     run = Run(config, runtime)
     batches = [runtime.put(random_batch(i, rows=2, seq_len=38), rows_dim=1) for i in range(NUM_FIRST + 3)]
-    compiles = runtime.counters().num_compiles
-    met.clear_counters()
-    outputs = [run.program(batch) for batch in batches[:NUM_FIRST]]  # traced; the numbers that go into them are read
-    runtime.wait()
-    reads = num_reads(met)
-    outputs += [run.program(batch) for batch in batches[NUM_FIRST:]]
-    runtime.wait()
-    assert [name for name in met.counter_names() if name.startswith("aten::")] == []
-    assert num_reads(met) == reads
-    assert runtime.counters().num_compiles == compiles + 1
-    assert runtime.counters().compiles_after_warmup == 0
-    assert all(math.isfinite(float(output.loss.cpu())) for output in outputs)
+    require_one_program(run, runtime, batches)
 
 
 def test_gradients_of_a_row_that_ends_in_much_padding_are_finite():

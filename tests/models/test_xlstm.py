@@ -4,7 +4,6 @@ Packed rows, adapters in PEFT and losses of steps are in test_families.py, the c
 tests/training/test_meshes.py."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, xLSTMConfig
 
 from tests.benchmarks.xlstm_package import SIZES, WIDTH, drawn, ids
 from tests.config.composing import composed
-from tests.objectives.test_replaced_token import num_reads
+from tests.models.one_program import require_one_program
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import Mesh, mesh_of
@@ -90,8 +89,6 @@ def test_logits_are_those_of_the_authors_package():
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_steps_on_xla_are_one_program_without_a_host_read(chunk, monkeypatch):
     """Rows of 38 tokens as one product, and as chunks of 16 with what is left over."""
-    import torch_xla.debug.metrics as met
-
     if chunk:
         monkeypatch.setattr(mlstm, "chunk_of", lambda _: chunk)
     sizes = ("model.tiny_arch.vocab_size=4064", "model.remat=layer_inputs")
@@ -102,18 +99,7 @@ def test_steps_on_xla_are_one_program_without_a_host_read(chunk, monkeypatch):
     batches = [
         runtime.put(random_batch(i, accumulation=2, rows=2, seq_len=38), rows_dim=1) for i in range(NUM_FIRST + 3)
     ]
-    compiles = runtime.counters().num_compiles
-    met.clear_counters()
-    outputs = [run.program(batch) for batch in batches[:NUM_FIRST]]  # traced; the numbers that go into them are read
-    runtime.wait()
-    reads = num_reads(met)
-    outputs += [run.program(batch) for batch in batches[NUM_FIRST:]]
-    runtime.wait()
-    assert [name for name in met.counter_names() if name.startswith("aten::")] == []
-    assert num_reads(met) == reads
-    assert runtime.counters().num_compiles == compiles + 1
-    assert runtime.counters().compiles_after_warmup == 0
-    assert all(math.isfinite(float(output.loss.cpu())) for output in outputs)
+    require_one_program(run, runtime, batches)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "hsdp", "fsdp_tensor"])

@@ -24,6 +24,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from tpu_experiments.export.weights import WholeModel
 from tpu_experiments.models.adapters.lora import scale_of
+from tpu_experiments.storage.gguf.settings import GEMMA_27B_LAYERS, GEMMA_PERIOD
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -40,10 +41,6 @@ FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_
 """Name in `gguf.LlamaFileType` by data type."""
 F16_MAX = 65504.0
 ADAPTER = "adapter-f32.gguf"
-GEMMA_27B_LAYERS = 62
-"""llama.cpp tells Gemma 3 27B, whose attention has another scale, by its number of layers."""
-GEMMA_PERIOD = 6
-"""llama.cpp's default for Gemma 3: every sixth layer attends to everything."""
 
 
 @dataclass(frozen=True)

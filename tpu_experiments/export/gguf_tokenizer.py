@@ -15,14 +15,23 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.data.tokens.words import BLANK
-from tpu_experiments.storage.gguf.splits import APPROXIMATE, DIGITS, GPT2, PRE_TOKENIZERS
+from tpu_experiments.storage.gguf.splits import (
+    APPROXIMATE,
+    BLANK,
+    BYTE,
+    CONTROL,
+    DIGITS,
+    GPT2,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens, `gguf.TokenType`."""
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.data.tokens.words import BLANK
+from tpu_experiments.storage.gguf.splits import BLANK
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.data.tokens.widths import component_types
-from tpu_experiments.data.tokens.words import BLANK
+from tpu_experiments.storage.gguf.splits import BLANK
 
 _WHITE_SPACE = " \t\n\v\f\r"
 # One character at a time: GPT-2's alphabet maps these bytes to one character each.

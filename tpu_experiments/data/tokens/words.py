@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.storage.gguf.splits import GPT2, LLAMA3, QWEN2
+from tpu_experiments.storage.gguf.splits import BLANK, GPT2, LLAMA3, QWEN2
 
 WORDS_OF_DIGITS = {"any": GPT2, "three": LLAMA3, "single": QWEN2}
 """Patterns of byte-level BPE by the largest number of digits in a word: GPT-2's, Llama 3's and Qwen 2's."""
-BLANK, _BLANK_WORDS = "\u2581", re.compile(" *[^ ]+| +")
+_BLANK_WORDS = re.compile(" *[^ ]+| +")
 LETTER = "x"
 """Text before a word when it is encoded: only the first word of a text may get a prepended blank."""
 _SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"

@@ -20,12 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpu_experiments.config.recurrence import delta_chunk_of
+from tpu_experiments.models.families.chunks import OUTSIDE, in_chunks, sums_of_logs
 
-GRID = 2.0**-9
-"""Sums of logarithms of decays are split at it, as in mlstm.py: they grow to thousands, and their differences matter
-near 0."""
-OUTSIDE = -1
-"""Segment of what precedes a row, and of the padding that fills its first chunk."""
 EPS = 1e-6
 """Added to the squared length of queries and keys, as in transformers."""
 
@@ -136,24 +132,15 @@ class _Chunks:
 
     @staticmethod
     def of(rule: Rule, segments_BT: Tensor, *, size: int) -> "_Chunks":
-        num_tokens = segments_BT.shape[1]
-        count = -(-num_tokens // size)
-        more = count * size - num_tokens
-        log_decay_BNT = rule.log_decay_BNT.float()
-        coarse_BNT = (log_decay_BNT.detach() / GRID).round() * GRID
-
-        def cut(tensor: Tensor, *, dim: int, fill: int = 0) -> Tensor:
-            padding = (0, 0) * (tensor.ndim - 1 - dim) + (more, 0)
-            return (F.pad(tensor, padding, value=fill) if more else tensor).unflatten(dim, (count, size))
-
+        coarse_BNKL, fine_BNKL = sums_of_logs(rule.log_decay_BNT.float(), size=size)
         return _Chunks(
-            cut(scaled_query(rule.query_BNTD), dim=2),
-            cut(of_length_1(rule.key_BNTD), dim=2),
-            cut(rule.value_BNTE.float(), dim=2),
-            cut(rule.rate_BNT.float(), dim=2),
-            cut(coarse_BNT, dim=2).cumsum(-1),
-            cut(log_decay_BNT - coarse_BNT, dim=2).cumsum(-1),
-            cut(segments_BT, dim=1, fill=OUTSIDE)[:, None],
+            in_chunks(scaled_query(rule.query_BNTD), size=size, dim=2),
+            in_chunks(of_length_1(rule.key_BNTD), size=size, dim=2),
+            in_chunks(rule.value_BNTE.float(), size=size, dim=2),
+            in_chunks(rule.rate_BNT.float(), size=size, dim=2),
+            coarse_BNKL,
+            fine_BNKL,
+            in_chunks(segments_BT, size=size, dim=1, fill=OUTSIDE)[:, None],
         )
 
     def outputs(self) -> tuple[Tensor, Tensor]:

@@ -23,13 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpu_experiments.config.recurrence import chunk_of
-
-GRID = 2.0**-9
-"""Sums of logarithms of forget gates are split at it, since they grow to thousands while their differences matter near
-0: multiples of it are exact in float32 to 2^15, the most that 2,048 tokens reach under the soft cap of 15, and the rest
-stays below 2."""
-OUTSIDE = -1
-"""Segment of what precedes a row, and of the padding that fills its first chunk."""
+from tpu_experiments.models.families.chunks import OUTSIDE, in_chunks, sums_of_logs
 
 
 @dataclass(frozen=True)
@@ -115,25 +109,15 @@ class _Chunks:
 
     @staticmethod
     def of(cell: Cell, segments_BT: Tensor, *, size: int) -> "_Chunks":
-        num_tokens = segments_BT.shape[1]
-        count = -(-num_tokens // size)
-        more = count * size - num_tokens
-
-        log_forget_BNT = F.logsigmoid(cell.forget_BNT)
-        coarse_BNT = (log_forget_BNT.detach() / GRID).round() * GRID
-
-        def cut(tensor: Tensor, *, dim: int, fill: int = 0) -> Tensor:
-            padding = (0, 0) * (tensor.ndim - 1 - dim) + (more, 0)
-            return (F.pad(tensor, padding, value=fill) if more else tensor).unflatten(dim, (count, size))
-
+        coarse_BNKL, fine_BNKL = sums_of_logs(F.logsigmoid(cell.forget_BNT), size=size)
         return _Chunks(
-            cut(cell.query_BNTD, dim=2) * cell.query_BNTD.shape[-1] ** -0.5,
-            cut(cell.key_BNTD, dim=2),
-            cut(cell.value_BNTE, dim=2),
-            cut(cell.input_BNT, dim=2),
-            cut(coarse_BNT, dim=2).cumsum(-1),
-            cut(log_forget_BNT - coarse_BNT, dim=2).cumsum(-1),
-            cut(segments_BT, dim=1, fill=OUTSIDE)[:, None],
+            in_chunks(cell.query_BNTD, size=size, dim=2) * cell.query_BNTD.shape[-1] ** -0.5,
+            in_chunks(cell.key_BNTD, size=size, dim=2),
+            in_chunks(cell.value_BNTE, size=size, dim=2),
+            in_chunks(cell.input_BNT, size=size, dim=2),
+            coarse_BNKL,
+            fine_BNKL,
+            in_chunks(segments_BT, size=size, dim=1, fill=OUTSIDE)[:, None],
         )
 
     def states(self) -> tuple[Tensor, Tensor, Tensor]:

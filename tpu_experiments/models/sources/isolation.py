@@ -235,8 +235,8 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     digest = hashlib.sha256(f"{transformers.__version__} {source.runs_code} {use}".encode())
     digest.update(f"{source.head} {source.causal}".encode())
     digest.update(f"{source.model.attention} {source.config.to_json_string(use_diff=False)}".encode())
-    delta = {name: ["gated_delta", "delta_net"] for name in DELTA_NETS}
-    by_type = {XLSTM: ["mlstm", "xlstm"], LONGFORMER: ["longformer"], **delta}
+    delta = {name: ["chunks", "gated_delta", "delta_net"] for name in DELTA_NETS}
+    by_type = {XLSTM: ["chunks", "mlstm", "xlstm"], LONGFORMER: ["longformer"], **delta}
     families = by_type.get(source.config.model_type, [])
     own = ["classification", *families] if source.head == CLASSIFIER else families
     files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, attention, experts))]

@@ -1,14 +1,16 @@
-"""The ways in which byte-level BPE divides text into words, by the names that llama.cpp has for them."""
+"""What llama.cpp calls the parts of a tokenizer: types of tokens, and the ways in which text is divided into words."""
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens, `gguf.TokenType`."""
+BLANK = "\u2581"
+"""What SentencePiece has in the place of a blank."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What tokenizers' `ByteLevel` with `use_regex` splits by."""
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3.replace("{1,3}", "")
 DIGITS = "digits, then " + GPT2
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",

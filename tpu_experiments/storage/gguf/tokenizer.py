@@ -12,11 +12,18 @@ from transformers import PreTrainedTokenizerFast
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.gguf.files import Header
 from tpu_experiments.storage.gguf.settings import IDS, refusal
-from tpu_experiments.storage.gguf.splits import DIGITS, GPT2, PRE_TOKENIZERS
+from tpu_experiments.storage.gguf.splits import (
+    BLANK,
+    CONTROL,
+    DIGITS,
+    GPT2,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens in a file."""
-BLANK = "\u2581"
 OTHER_NAMES = {
     "default": "gpt-2",
     "llama3": "llama-bpe",

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import NUM_BYTES, TokenizerTaskConfig
-from tpu_experiments.data.tokens.words import BLANK, WORDS_OF_DIGITS
+from tpu_experiments.data.tokens.words import WORDS_OF_DIGITS
+from tpu_experiments.storage.gguf.splits import BLANK
 
 Texts = Callable[[], Iterable[str]]
 Pieces = list[tuple[str, float]]
