@@ -88,7 +88,7 @@ def trained(given: argparse.Namespace, seed: int) -> Row:
     def of(key: str) -> list[float]:
         return [round(record[key], 3) for record in records if key in record]
 
-    parts = {key: of(f"perf/{key}") for key in ("sample_seconds", "reward_seconds", "update_seconds")}
+    parts = {key: of(f"perf/{key}") for key in ("sample_seconds", "reward_seconds", "step_seconds")}
     middle = {key: sorted(values)[len(values) // 2] for key, values in parts.items() if values}
     found = {"seconds": round(time.monotonic() - started), "eval_reward": of("eval/reward"), **middle}
     return found | {"train_reward": of("train/reward"), "cut": of("train/completions/clipped_ratio")}

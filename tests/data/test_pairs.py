@@ -658,6 +658,9 @@ def test_turns_behind_the_answers_are_told_as_not_read(tmp_path):
     path = write_lines(tmp_path / "single.jsonl", [{"messages": more, "label": True}])
     (single_answer,) = read(path, kind="preference", format="unpaired")
     assert single_answer.unread == ("messages[] after its last answer",)
+    (conversation,) = read(write_lines(tmp_path / "chats.jsonl", [{"messages": more}]), kind="chat", format="messages")
+    assert conversation.unread == ("turns after the last answer",)
+    assert len(conversation.messages) == 2
     assert [role for role, _ in single_answer.messages] == ["user", "assistant"]
 
 

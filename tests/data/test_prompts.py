@@ -1,6 +1,5 @@
 """Prompts are what stands before the answers that training learns, and are split as its rows are."""
 
-import json
 from dataclasses import replace
 
 import pyarrow
@@ -164,10 +163,18 @@ def test_only_the_named_sources_are_read(read, tmp_path):
     assert {int(p.text.split()[2]) >= 100 for p in found.train} == {True}
 
 
-def test_turns_behind_the_last_answer_are_not_asked(read, tmp_path):
-    rows = [{"messages": turns(f"Cât face {n} ori doi?", "Mult.", "Mulțumesc!")} for n in range(20)]
-    found, *_ = read(write_lines(tmp_path / "a.jsonl", rows))
-    assert all("ori doi" in prompt.text and json.dumps(prompt.row) for prompt in found.train)
+@pytest.mark.parametrize("end", [[], [{"role": "assistant", "content": " "}]])
+def test_a_question_at_the_end_is_asked_with_all_that_is_before_it(read, tokenizer, tmp_path, end):
+    rows = [{"messages": turns("Cât face?", "Mult.", f"Cât, {n}?") + end} for n in range(20)]
+    found, *_ = read(write_lines(tmp_path / "a.jsonl", rows), source={"split_by": "document", "eval_fraction": 0.2})
+    assert len(found.train) > 10, "the same two turns before it make no copies of them"
+    assert found.held_out
+    for prompt in found.train:
+        messages = tuple((turn["role"], turn["content"]) for turn in prompt.row["messages"][:3])
+        text = render(messages, tokenizer=tokenizer, ends_with="generation_prompt")
+        assert prompt.ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert prompt.text.startswith("Cât, ")
+        assert "answer" not in prompt.row, "that of the first question is not the right one"
 
 
 def test_the_sample_of_gsm8k_has_results_that_the_reward_reads(read):

@@ -166,6 +166,13 @@ def test_the_loss_of_training_and_of_the_test_has_the_margins_of_the_rows(whole,
     wanted = -torch.nn.functional.logsigmoid(chosen - rejected - given).mean()
     assert found["loss"]["value"] == pytest.approx(float(wanted), abs=1e-4)
     assert found["rewards/accuracies"]["value"] == pytest.approx(float((chosen > rejected).float().mean()))
+    # Pairs that are selected have margins where the command says so: these are the same without their column.
+    words = ("task=evaluate", f"task.run={place.parent}", "task.data=selected", *WORDS[:-1], "lora=none")
+    done = run(*words, output_dir=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (results,) = place.parent.glob("test_results-*.json")
+    plain = json.loads(results.read_text())["sources"]["stories_pairs_ro"]["trained"]["loss"]["value"]
+    assert plain == pytest.approx(float(-torch.nn.functional.logsigmoid(chosen - rejected).mean()), abs=1e-4)
 
 
 @pytest.mark.parametrize("words", [FULL, ADAPTERS], ids=["full", "adapters"])

@@ -159,6 +159,7 @@ def test_no_process_is_left_after_a_close() -> None:
     ("function", "text"),
     [
         ("nowhere.at_all", "rollout.rewards.own.function=nowhere.at_all; there is no module nowhere"),
+        ("__main__.mine", "%%writefile mine.py heads the cell) and write mine.mine"),
         ("tests.rewards.faulty.rewrd", "has no rewrd. Did you mean 'reward'"),
         ("regexp", "Did you mean 'regex'"),
     ],

@@ -94,6 +94,7 @@ def test_it_writes_what_it_learns_from_and_says_how_it_went(whole) -> None:
     assert "Written after step" in (folder / "own" / "rollouts.html").read_text()
     provenance = json.loads((folder / "own" / "provenance.json").read_text())
     assert len(provenance["lives"][0]["rewards"]["drawn"]) == 64
+    assert not [each for each in result["findings"] if "training rows" in each["message"]], "it does not learn them"
 
 
 def test_log_probabilities_are_of_the_parameters_that_wrote_the_answers(whole) -> None:

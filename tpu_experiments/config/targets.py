@@ -36,6 +36,11 @@ def target_problems(target: str, *, key: str, setting: str = "_target_") -> list
         setting: name of the setting below `key`.
     """
     module_name, _, name = target.rpartition(".")
+    if module_name == "__main__":
+        return [
+            f"{key}.{setting}={target}; other processes cannot import what a notebook or a script defines; put {name} "
+            f"into a file beside it (in a notebook, %%writefile mine.py heads the cell) and write mine.{name}."
+        ]
     try:
         spec = importlib.util.find_spec(module_name)
     except (ModuleNotFoundError, ValueError):

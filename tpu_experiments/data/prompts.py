@@ -4,7 +4,7 @@
 
 They are read again from the files, in their order, and have the splits of the prepared rows: a prompt is where its
 conversation is. Of equal ones there is the first, and none of training is held out. A row without an answer has a
-prompt too.
+prompt too, and one that ends with a question is asked that, as TRL's prompts of several turns are.
 """
 
 import json
@@ -40,7 +40,7 @@ from tpu_experiments.storage.sealed import SEAL, UNSEALED, DamagedFile, require_
 log = logging.getLogger(__name__)
 
 FILE = "prompts.jsonl"
-VERSION = 1
+VERSION = 2
 """Incremented when the same row gives another prompt."""
 ANSWER = "answer"
 """Field of a row that has the conversation's last answer, unless the file has one of that name."""
@@ -185,7 +185,8 @@ class _Maker:
             if document is None:
                 continue
             split = split_of.get((part.split, document.place or document.id), "")
-            split = self._by_hash(document, part) if split == "" and not _has_answer(document) else split
+            if (split == "" and not _has_answer(document)) or (not split and _ends_with_question(document)):
+                split = self._by_hash(document, part)  # without its question it may be a copy of another
             if split and not _is_asked(document):
                 self.left_out["without a question"] += 1
             elif split:
@@ -245,11 +246,18 @@ def _has_answer(document: Document) -> bool:
 
 
 def _num_asked(document: Document) -> int:
-    """Return the number of turns of the prompt: those before the last answer, or up to the last question."""
+    """Return the number of turns of the prompt: up to a question at the end, else those before the last answer."""
     messages = document.messages or ()
     answers = [turn for turn in range(len(messages)) if document.is_taught(turn)]
     questions = [turn + 1 for turn, (role, _) in enumerate(messages) if role != "assistant"]
-    return answers[-1] if answers else max(questions, default=0)
+    return answers[-1] if answers and not _ends_with_question(document) else max(questions, default=0)
+
+
+def _ends_with_question(document: Document) -> bool:
+    """Return whether the last turn, but for answers without text, is one that an answer follows."""
+    messages = document.messages or ()
+    said = [role for turn, (role, _) in enumerate(messages) if role != "assistant" or not document.is_blank(turn)]
+    return bool(said) and said[-1] in ("user", "tool")
 
 
 def _is_asked(document: Document) -> bool:
@@ -269,10 +277,11 @@ def _before_answer(document: Document) -> Document:
 
 
 def _row_of(item: Item, document: Document) -> dict[str, Any]:
-    """Return the fields of a row as JSON has them, with the conversation's last answer."""
+    """Return the fields of a row as JSON has them, with the answer that the conversation ends with."""
     fields = own_fields(item) if isinstance(item, RawRow) else {}
     assert isinstance(fields, dict), "document_of has read it"
     row: dict[str, Any] = json.loads(json.dumps(fields, default=str))
     messages = document.messages or ()
     answers = [content for turn, (_, content) in enumerate(messages) if document.is_taught(turn)]
-    return row if ANSWER in row or not answers else {**row, ANSWER: answers[-1]}
+    has_none = ANSWER in row or not answers or _ends_with_question(document)
+    return row if has_none else {**row, ANSWER: answers[-1]}

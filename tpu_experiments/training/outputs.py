@@ -73,8 +73,11 @@ def manifests_of(inputs: RunInputs) -> list[dict[str, object]]:
 
 
 def findings_of(inputs: RunInputs) -> list[Finding]:
-    """Return what the audit finds in the data of a run: its log, its closing lines and result.json say all of it."""
-    return audit_findings(manifests_of(inputs))
+    """Return what the audit finds in the data of a run: its log, its closing lines and result.json say all of it.
+
+    Where the model writes its own rows, nothing is said of the tokens of the prepared ones.
+    """
+    return audit_findings(manifests_of(inputs), are_rows_learnt=not inputs.prompts)
 
 
 def write_audit(folder: RunFolder, inputs: RunInputs) -> None:

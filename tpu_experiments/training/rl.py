@@ -192,7 +192,7 @@ class PolicyTrainer(Trainer):
         self.policy: PolicyObjective = self.objective
         self.score = ReferencePass(self, values_of=self.policy.logps, name="score")
         self.seconds: dict[int, dict[str, float]] = {}
-        """Seconds of an iteration by part, of those of this process."""
+        """Seconds of an iteration by part before its updates, of those of this process."""
         self.facts: dict[int, dict[str, float]] = {}
         """What log records say of an iteration."""
         self.teaches = True
@@ -259,9 +259,7 @@ class PolicyTrainer(Trainer):
                     continue
                 found = self.rollout(stage, rows, first=first)
                 self.teaches = bool(found.advantage_N.any())
-                began = time.perf_counter()
                 self.feed_steps(stage, self.rows_of(found, stage, first=first), num_steps=num_steps, stop=stop)
-                self.seconds.setdefault(found.iteration, {})["update"] = time.perf_counter() - began
             self.wait_and_record()
             self.raise_requested_rollback()
         if not self.progress.peak_lr:

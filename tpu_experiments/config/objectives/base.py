@@ -72,6 +72,10 @@ class ObjectiveConfig:
         """Return whether every pair comes with a margin of scores, the field `margin` of its row."""
         return False
 
+    def on_data_of(self, other: "ObjectiveConfig") -> "ObjectiveConfig":
+        """Return the settings for data that was selected beside `other`, which says what its rows carry."""
+        return self
+
     def reads_start(self) -> bool:
         """Return whether answers are compared with the model as the run starts; with `samples_rollouts`."""
         return False

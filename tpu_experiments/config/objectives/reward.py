@@ -1,6 +1,6 @@
 """Settings of reward models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tpu_experiments.config.fields import number
@@ -33,6 +33,10 @@ class RewardConfig(ObjectiveConfig):
     def reads_margin(self) -> bool:
         """Return whether margins are read."""
         return self.margin
+
+    def on_data_of(self, other: ObjectiveConfig) -> ObjectiveConfig:
+        """Return the settings with margins where the other's pairs have them."""
+        return replace(self, margin=other.reads_margin())
 
     def known_labels(self) -> list[str] | None:
         """Return transformers' name of a single output."""

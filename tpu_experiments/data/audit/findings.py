@@ -52,12 +52,17 @@ class Finding:
     """`data.<name>; the problem, the numbers; the remedy.`"""
 
 
-def audit_findings(manifests: Sequence[Manifest]) -> list[Finding]:
+def audit_findings(manifests: Sequence[Manifest], *, are_rows_learnt: bool = True) -> list[Finding]:
     """Return the findings, errors first, each in the order of the manifests.
 
     What is true of a source at every row length is said once.
+
+    Args:
+        are_rows_learnt: whether the training rows are trained on, whose tokens are counted here.
     """
-    found = dict.fromkeys(finding for manifest in manifests for finding in _findings_of(manifest))
+    found = dict.fromkeys(
+        finding for manifest in manifests for finding in _findings_of(manifest, are_rows_learnt=are_rows_learnt)
+    )
     return sorted(found, key=lambda finding: finding.severity)
 
 
@@ -95,13 +100,13 @@ def overlaps_of(manifest: Manifest) -> list[tuple[str, str, str, int]]:
     return found
 
 
-def _findings_of(manifest: Manifest) -> Iterator[Finding]:
+def _findings_of(manifest: Manifest, *, are_rows_learnt: bool) -> Iterator[Finding]:
     name = manifest["source"]
     for severity, message in (
         *_lost(manifest),
         *_overlapping(manifest),
         *_across(manifest),
-        *_suspicious(manifest),
+        *_suspicious(manifest, are_rows_learnt=are_rows_learnt),
         *_noticed(manifest),
     ):
         yield Finding(severity, name, message)
@@ -183,7 +188,7 @@ def _across(manifest: Manifest) -> Found:
         )
 
 
-def _suspicious(manifest: Manifest) -> Found:
+def _suspicious(manifest: Manifest, *, are_rows_learnt: bool) -> Found:
     name, read = manifest["source"], manifest["documents_in"]
     reported = manifest["documents_reported"]
     if sum(reported.values()) > MAX_REPORTED_SHARE * read:
@@ -195,17 +200,24 @@ def _suspicious(manifest: Manifest) -> Found:
             f"or loosen the rule in data.{name}.",
         )
     for split, numbers in manifest["splits"].items():
-        yield from _suspicious_split(manifest, split=split, numbers=numbers)
+        yield from _empty(manifest, split=split, numbers=numbers)
+        if are_rows_learnt or split != "train":
+            yield from _suspicious_split(manifest, split=split, numbers=numbers)
+
+
+def _empty(manifest: Manifest, *, split: str, numbers: Mapping[str, Any]) -> Found:
+    """Report a split without rows that some were wanted for."""
+    name, fraction = manifest["source"], f"{'eval' if split == 'evaluation' else split}_fraction"
+    wanted = manifest.get("config", {}).get(fraction, 1.0)
+    if numbers["rows"] == 0 and wanted:
+        key = f"data.{name}" if split == "train" else f"data.{name}.{fraction}={wanted}"
+        yield "warning", f"{key}; the {split} split has 0 rows; add documents or change the fractions."
 
 
 def _suspicious_split(manifest: Manifest, *, split: str, numbers: Mapping[str, Any]) -> Found:
+    """Report what is odd in the tokens of a split's rows."""
     name, rows, tokens = manifest["source"], numbers["rows"], numbers["tokens"]
     supervised, seq_len = numbers["supervised_tokens"], manifest["seq_len"]
-    fraction = f"{'eval' if split == 'evaluation' else split}_fraction"
-    wanted = manifest.get("config", {}).get(fraction, 1.0)
-    if rows == 0 and wanted:
-        key = f"data.{name}" if split == "train" else f"data.{name}.{fraction}={wanted}"
-        yield "warning", f"{key}; the {split} split has 0 rows; add documents or change the fractions."
     # A labelled text has one token to learn, its label, however long it is.
     if tokens and "labels" not in manifest and supervised < MIN_SUPERVISED_SHARE * tokens:
         yield (

@@ -92,8 +92,11 @@ _DECODER = StrictDecoder()
 def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> Document | Refused:
     """Convert a row to a Document of `spec.format`, which must not be `auto`; a bad row is a Refused.
 
-    Turns after the last answer are dropped. A conversation without an answer, unless `needs_answer` is false, and blank
-    text are refused without counting as bad rows.
+    Turns after the last answer are dropped and told as unread. A conversation without an answer, and blank text, are
+    refused without counting as bad rows.
+
+    Args:
+        needs_answer: False keeps all turns of a conversation, and one without an answer.
     """
     fields = own_fields(row)
     if isinstance(fields, Refused):
@@ -127,10 +130,12 @@ def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> 
             unread = _unread(record, spec, inner)
             return replace(pair, group=group, rejected=other, scores=scores, margin=margin, unread=unread)
         turns, tools = _conversation(record, spec, unread=inner)
-        turns = _answered(turns) or (turns if not needs_answer else [])
-        if not turns:
+        answered = _answered(turns) if needs_answer else turns
+        if not answered:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
-        document = _chat(turns, tools, identity=identity, place=row.place)
+        if len(answered) < len(turns):
+            inner.add("turns after the last answer")
+        document = _chat(answered, tools, identity=identity, place=row.place)
         return replace(document, group=group, unread=_unread(record, spec, inner))
     except BadRow as error:
         message = str(error).encode(errors="backslashreplace").decode()  # it may quote lone surrogates

@@ -101,7 +101,10 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
     """
     keys = (*MODEL_KEYS, "objective", *(() if task.data == "selected" else DATA_KEYS))
     found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
-    found = dataclasses.replace(found, objective=_objective_of_data(found))
+    objective = _objective_of_data(found)
+    if task.data == "selected":
+        objective = objective.on_data_of(config.objective)
+    found = dataclasses.replace(found, objective=objective)
     if task.run is None:
         then, now = ({k: v for k, v in identity(c).items() if k.startswith(keys)} for c in (found, config))
         changed = [
