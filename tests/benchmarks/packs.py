@@ -2,6 +2,7 @@
 
 python -m tests.benchmarks.packs wall --folder /tmp/packs      # eight tiny points, one after the other and packed
 python -m tests.benchmarks.packs plans --folder /tmp/packs     # steps of one and of eight adapters, compiled
+python -m tests.benchmarks.packs wall --preferences --folder /tmp/packs     # the same of objective=dpo, plans too
 """
 
 import argparse
@@ -21,6 +22,9 @@ JOB = (
     "trainer.max_eval_rows=32", "sample.max_new_tokens=8", "checkpoint.every_steps=0",
 )  # fmt: skip
 ONE_ROW = "trainer.micro_batch_rows=1"
+PAIRS = ("objective=dpo", "data=stories_pairs_ro", "data.stories_pairs_ro.max_documents=400")
+GRID_OF_PAIRS = ("objective.beta=0.05,0.1,0.2,0.5", "optim.lr=3e-4,1e-3")
+QWEN_OF_PAIRS = ("experiment=qwen05b_dpo", "tuned=off", "sharding=replicated", "trainer.micro_batch_rows=1")
 QWEN = ("experiment=qwen05b_uk_law", "sharding=replicated", ONE_ROW, "lora=all_linear_r16", "lora.alpha=32")
 MISTRAL = (
     "experiment=mistral7b_guanaco",
@@ -40,12 +44,17 @@ def run(*words: str, folder: Path) -> None:
     subprocess.run(command, cwd=REPOSITORY, env=env, check=True, stdout=subprocess.DEVNULL)
 
 
-def wall(folder: Path) -> None:
+def wall(folder: Path, *, are_pairs: bool) -> None:
     """Time the sweep both ways, packed first, and compare the held-out losses."""
     seconds, losses = {}, {}
+    job = (
+        (*[word for word in JOB if not word.startswith("data=")], *PAIRS, *GRID_OF_PAIRS)
+        if are_pairs
+        else (*JOB, *GRID)
+    )
     for pack in (str(ADAPTERS), "off"):
         began = time.monotonic()
-        run("-m", *JOB, *GRID, f"name=pack_{pack}", f"sweeping.pack={pack}", folder=folder)
+        run("-m", *job, f"name=pack_{pack}", f"sweeping.pack={pack}", folder=folder)
         seconds[pack] = time.monotonic() - began
         rows = json.loads((folder / "sweeps" / f"pack_{pack}" / "sweep.json").read_text())["points"]
         losses[pack] = {row["name"]: row["eval_loss"] for row in rows}
@@ -64,7 +73,7 @@ def step_of(*words: str, name: str, adapters: int, folder: Path) -> tuple[float,
     return plan["estimated_step_seconds"], plan["hbm_gib_per_chip"]["total"]
 
 
-def plans(folder: Path) -> None:
+def plans(folder: Path, *, are_pairs: bool) -> None:
     """Print the steps of one and of eight adapters."""
     cases: list[tuple[str, Sequence[str]]] = [
         (f"qwen_{hw}_{tokens}", (*QWEN, f"hw={hw}", f"trainer.seq_len={tokens}", "trainer.global_batch_rows=1"))
@@ -72,6 +81,9 @@ def plans(folder: Path) -> None:
         for tokens in (1024, 128)
     ]
     cases.append(("mistral_v5e8_512", MISTRAL))
+    if are_pairs:
+        few = ("trainer.seq_len=1024", "trainer.global_batch_rows=1")
+        cases = [("qwen_dpo_v5e1_1024", (*QWEN_OF_PAIRS, "hw=v5e1", *few))]
     print("| case | one adapter, s | eight, s | eight / 8 x one | GiB per chip, one and eight |\n|---|---|---|---|---|")
     for name, words in cases:
         one, few = step_of(*words, name=name, adapters=1, folder=folder)
@@ -85,8 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("wall", "plans"))
     parser.add_argument("--folder", type=Path, required=True, help="output_dir; a new one")
+    parser.add_argument("--preferences", action="store_true", help="points of objective=dpo")
     args = parser.parse_args()
-    {"wall": wall, "plans": plans}[args.what](args.folder)
+    {"wall": wall, "plans": plans}[args.what](args.folder, are_pairs=args.preferences)
 
 
 if __name__ == "__main__":

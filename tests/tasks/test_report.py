@@ -110,6 +110,9 @@ def test_runs_of_preferences_are_ranked_by_accuracy_and_then_by_loss(tmp_path: P
         file = tmp_path / name / "result.json"
         measured = {"ranked_by": "rewards/accuracies", "eval_measures": {"rewards/accuracies": accuracy}}
         file.write_text(json.dumps(json.loads(file.read_text()) | measured))
+        record = {"step": 9, "time": 9.0, "eval/rewards/accuracies": accuracy}
+        with (tmp_path / name / "metrics.jsonl").open("a") as records:
+            records.write(json.dumps(record) + "\n")
     runs = find_runs([str(tmp_path)])
     titles, lines = tables.results(runs, baseline=runs[0])
     assert [line[titles.index("rewards/accuracies")].is_best for line in lines] == [False, True, True]
@@ -117,6 +120,8 @@ def test_runs_of_preferences_are_ranked_by_accuracy_and_then_by_loss(tmp_path: P
     page = report_page(runs, baseline=runs[0], title="x")
     assert "Best held-out rewards/accuracies" in page
     assert "Best held-out loss" not in page
+    assert "Held-out rewards/accuracies" in page, "a chart of what they are ranked by"
+    assert "Training rewards/accuracies" not in page, "no record has it"
 
 
 def test_runs_that_were_evaluated_on_different_text_are_not_ranked(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Build the page of a report from the runs, for pages/report.html."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
 
+from tpu_experiments.config.objectives import OBJECTIVES
 from tpu_experiments.pages.page import page
 from tpu_experiments.tasks.report import tables
 from tpu_experiments.tasks.report.charts import COLOURS, Line, line_chart, smoothed
@@ -24,6 +26,14 @@ class Chart:
     is_smoothed: bool = False
 
 
+def _measured() -> Iterator[Chart]:
+    """Yield charts of each measure that an objective ranks its runs by."""
+    for name in dict.fromkeys(kind.ranked_by for kind in OBJECTIVES.values() if kind.ranked_by is not None):
+        for title, prefix, is_smoothed in ((f"Training {name}", "train", True), (f"Held-out {name}", "eval", False)):
+            key = f"{prefix}/{name}"
+            yield Chart(title, "Runs are ranked by it.", ".4f", partial(Run.curve, key=key), is_smoothed=is_smoothed)
+
+
 CHARTS = (
     Chart(
         "Training loss",
@@ -33,6 +43,7 @@ CHARTS = (
         is_smoothed=True,
     ),
     Chart("Held-out loss", "Nats per token on held-out rows.", ".4f", lambda run: run.curve("eval/loss")),
+    *_measured(),
     Chart("Learning rate", "At each log record.", ".3g", lambda run: run.curve("train/lr")),
     Chart("Speed", f"Tokens per second over {SPEED_WINDOW} log records.", ",.0f", lambda run: run.speed()),
 )
