@@ -89,6 +89,12 @@ def test_any_text_comes_back(text: str) -> None:
     assert [first, second.a] == [text, text]
 
 
+@pytest.mark.parametrize("key", ["q_proj", r"layers\.0\..*", r"layers.(0|1).[qk]\d+_proj", r"a\(b", "a: b=c", "d\\"])
+def test_a_pattern_of_names_comes_back(key: str) -> None:
+    (word,) = shlex.split(command(override_of("lora.rank_pattern", {key: 2})))[2:]
+    assert OverridesParser.create().parse_override(word).value() == {key: 2}
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_the_closing_lines(place: str) -> None:
     """Of a run alone and of a sweep's point, of an adapter and with the user's own code."""

@@ -125,6 +125,10 @@ def test_prompts_are_no_longer_than_a_row_leaves_room_for(rl):
     ("words", "sentence"),
     [
         (["lora=none"], "rollout.sampler=openai with lora=none; it trains whole weights, of which a server loads none"),
+        (
+            ["+lora.alpha_pattern.q_proj=2"],
+            "rollout.sampler=openai with lora.rank_pattern or lora.alpha_pattern; vLLM scales all adapters by one",
+        ),
         (["lora.dora=true"], "rollout.sampler=openai with lora.dora=true; vLLM loads no lengths of weights"),
         (["model.linear=lr_qat"], "rollout.sampler=openai with model.linear=lr_qat; its adapters are rounded with the"),
     ],

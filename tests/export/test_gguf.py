@@ -361,18 +361,26 @@ class WithAdapter(LlamaCppModel):
             yield made
 
 
-@pytest.mark.parametrize("scaling", ["alpha_over_r", "alpha_over_sqrt_r"])
+OWN_VALUES: dict[str, Any] = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 9.0}}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "patterns"),
+    [("alpha_over_r", {}), ("alpha_over_sqrt_r", {}), ("alpha_over_r", OWN_VALUES), ("alpha_over_sqrt_r", OWN_VALUES)],
+)
 @pytest.mark.parametrize("case", only(("Llama 3",), [CASES[2], CASES[6], CASES[9]]), ids=str)
-def test_llama_cpp_adds_the_adapter(tmp_path: Path, tokenizer: Any, case: Case, scaling: str) -> None:
+def test_llama_cpp_adds_the_adapter(
+    tmp_path: Path, tokenizer: Any, case: Case, scaling: str, patterns: dict[str, Any]
+) -> None:
     model = made(case)
-    lora = LoraConfig(r=4, alpha=6.0, scaling=scaling)
-    scale = 6.0 / (4 if scaling == "alpha_over_r" else 2)
+    lora = LoraConfig(r=4, alpha=6.0, scaling=scaling, **patterns)
     torch.manual_seed(2)
     parameters = {}
     for name, part in model.named_modules():
         if isinstance(part, torch.nn.Linear) and name != "lm_head":
-            parameters[f"{name}.lora_A"] = 0.1 * torch.randn(4, part.in_features)
-            parameters[f"{name}.lora_B"] = 0.1 * torch.randn(part.out_features, 4)
+            rank = 2 if patterns and name.endswith("q_proj") else 4
+            parameters[f"{name}.lora_A"] = 0.1 * torch.randn(rank, part.in_features)
+            parameters[f"{name}.lora_B"] = 0.1 * torch.randn(part.out_features, rank)
     write_models(str(tmp_path), model=whole(model), tokenizer=tokenizer, types=["f32"], metadata=METADATA)
     digests = write_adapter_file(
         str(tmp_path),
@@ -388,6 +396,8 @@ def test_llama_cpp_adds_the_adapter(tmp_path: Path, tokenizer: Any, case: Case, 
     with torch.no_grad():
         for name, part in model.named_modules():
             if f"{name}.lora_A" in parameters:
+                rank, alpha = len(parameters[f"{name}.lora_A"]), 9.0 if patterns and name.endswith("k_proj") else 6.0
+                scale = alpha / (rank if scaling == "alpha_over_r" else rank**0.5)
                 part.weight += scale * parameters[f"{name}.lora_B"] @ parameters[f"{name}.lora_A"]
     as_ggml_computes(model)
     atol = 3e-3 if case.model_type == "gemma3_text" else 1e-4

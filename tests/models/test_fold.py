@@ -100,6 +100,23 @@ def test_folded_is_plain(gradients_of, model, lora):
     agree(folded, gradients_of(model, f"lora={lora}", eager=True))
 
 
+@pytest.mark.parametrize("alpha", ["{q_proj: 4}", "{q_proj: 8}"])
+def test_layers_whose_adapters_are_equal_fold(gradients_of, alpha):
+    """Adapters that read one tensor are joined where their scales are equal (the second), whatever their ranks."""
+    chosen = ["lora=all_linear_r8", "+lora.rank_pattern={q_proj: 4, down_proj: 3}", f"+lora.alpha_pattern={alpha}"]
+    folded = gradients_of("qwen05b", *chosen)
+    assert all(is_stack(name) for name in folded[2].parameters)
+    agree(folded, gradients_of("qwen05b", *chosen, eager=True))
+
+
+def test_layers_with_different_adapters_are_compiled_apart_and_the_log_says_so(gradients_of, caplog):
+    chosen = ["lora=all_linear_r8", r"+lora.rank_pattern={layers\.1\..*: 4}"]
+    apart = gradients_of("qwen05b", *chosen)
+    assert not any(is_stack(name) for name in apart[2].parameters)
+    assert "lora.rank_pattern or lora.alpha_pattern gives the layers different adapters" in caplog.text
+    agree(apart, gradients_of("qwen05b", *chosen, eager=True))
+
+
 @pytest.mark.parametrize("lora", ["none", pytest.param("all_linear_r8", marks=pytest.mark.slow)])
 def test_routed_experts_of_folded_layers_are_those_of_every_expert(gradients_of, lora):
     """Packed rows; the experts are trained (`lora=none`), or frozen under adapters of the attention."""

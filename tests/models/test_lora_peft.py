@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.training.tiny import ARCHITECTURES, Run, plain_config, random_batch
+from tpu_experiments.config.schema import Config
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.passes.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -29,13 +30,15 @@ def overrides(model: str, *more: str) -> list[str]:
     params=itertools.product(ARCHITECTURES, [False, True]), ids=lambda p: f"{p[0]}-{'dora' if p[1] else 'lora'}"
 )
 def pair(request, make_config):
+    architecture, dora = request.param
+    return with_peft(make_config(*overrides(architecture, f"lora.dora={dora}")))
+
+
+def with_peft(config: Config) -> tuple[Run, nn.Module]:
     """Our run and a PEFT model with the same base weights and the same adapter."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    architecture, variant = request.param
-    dora = variant == "dora"
-    config = make_config(*overrides(architecture, f"lora.dora={dora}"))
     run = Run(config, EagerRuntime(config.hw))
     torch.manual_seed(config.seed)
     base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
@@ -44,7 +47,10 @@ def pair(request, make_config):
         lora_alpha=config.lora.alpha,
         target_modules=config.lora.targets,
         task_type="CAUSAL_LM",
-        use_dora=dora,
+        use_dora=config.lora.dora,
+        use_rslora=config.lora.scaling == "alpha_over_sqrt_r",
+        rank_pattern=config.lora.rank_pattern,
+        alpha_pattern=config.lora.alpha_pattern,
     )
     model = get_peft_model(base, settings)
     named = dict(model.named_parameters())
@@ -86,7 +92,10 @@ def randomise_b(run: Run, model: nn.Module) -> None:
 
 
 def test_loss_and_gradients_agree_with_peft(pair):
-    run, model = pair
+    require_equal_gradients(*pair)
+
+
+def require_equal_gradients(run: Run, model: nn.Module) -> None:
     randomise_b(run, model)
     batch = random_batch(0)
     leaves = {name: p.clone().requires_grad_() for name, p in run.parameters.items()}
@@ -103,8 +112,11 @@ def test_loss_and_gradients_agree_with_peft(pair):
 
 
 def test_twenty_steps_agree_with_peft(pair):
-    run, model = pair
-    batches = [random_batch(i, lr=LR) for i in range(20)]
+    require_equal_steps(*pair, num_steps=20)
+
+
+def require_equal_steps(run: Run, model: nn.Module, *, num_steps: int) -> None:
+    batches = [random_batch(i, lr=LR) for i in range(num_steps)]
     ours = run.losses(batches)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.models.huggingface import config_from_arch
 
@@ -92,7 +93,7 @@ def test_the_known_windows() -> None:
 )
 def test_adapters_count_as_injected(model: str, rank: int, targets: tuple[str, ...], adapters: int) -> None:
     decoder = read_decoder(composed(f"model={model}").model.arch)
-    assert decoder.adapter_parameters(rank=rank, targets=targets) == adapters
+    assert decoder.adapter_parameters(LoraConfig(r=rank, targets=list(targets))) == adapters
 
 
 def test_an_unknown_model_is_refused() -> None:

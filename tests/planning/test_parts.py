@@ -14,7 +14,7 @@ from tpu_experiments.planning.timing import StepTime
 ARCH = config_from_arch(composed("model=mistral7b").model.arch)
 # Rows as long as keys are wide (1,024): the sizes alone do not tell a row from a feature.
 MISTRAL = widths_of(
-    ARCH, rank=16, seq_len=1024, trained={32 * 16 * 4096, 32 * 16 * 1024, 32 * 16 * 14336, 16 * 4096}, splits={8}
+    ARCH, ranks={16}, seq_len=1024, trained={32 * 16 * 4096, 32 * 16 * 1024, 32 * 16 * 14336, 16 * 4096}, splits={8}
 )
 
 
@@ -150,7 +150,7 @@ def test_a_projection_multiplied_with_its_adapter_is_a_projection(ranks: int) ->
 
 
 def test_without_adapters_no_product_is_theirs() -> None:
-    whole = widths_of(ARCH, rank=0, seq_len=1024, trained={4096 * 4096}, splits=())
+    whole = widths_of(ARCH, ranks=(), seq_len=1024, trained={4096 * 4096}, splits=())
     assert part_of_product((1, 8192, 4096, 4096), widths=whole) == "projections"
     moments = "ROOT m = f32[4096,4096] multiply(%p0, %p0)"
     assert part(moments, operands="f32[4096,4096]", result="f32[4096,4096]", widths=whole) == "optimizer"

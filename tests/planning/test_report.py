@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.config.composing import composed
-from tests.planning.examples import MISTRAL, TARGETS, example_plan, plan_that_does_not_fit
+from tests.planning.examples import LORA, MISTRAL, example_plan, plan_that_does_not_fit
 from tpu_experiments.planning.chart import memory_parts, plan_chart_svg, time_parts
 from tpu_experiments.planning.decoding import Decoding
 from tpu_experiments.planning.plan import Plan, analytic_chip_memory, chip_limit_gib
@@ -52,7 +52,7 @@ def analytic_plan() -> Plan:
     hw = composed("hw=colab").hw
     estimate = analytic_memory(
         MISTRAL,
-        step=StepSettings(seq_len=1024, micro_rows=1, trainable="lora", lora_rank=16, targets=TARGETS, recompute=True),
+        step=StepSettings(seq_len=1024, micro_rows=1, trainable="lora", lora=LORA, recompute=True),
     )
     memory = analytic_chip_memory(estimate, hw=hw)
     return replace(

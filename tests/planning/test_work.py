@@ -1,6 +1,7 @@
 """FLOPs against PyTorch's own counter over a real forward and backward pass; memory against compiled programs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.planning.examples import LORA, MISTRAL, TARGETS
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import STATE_BYTES, AdafactorConfig
-from tpu_experiments.metrics.flops import Recomputed, flops_of_token, mean_keys, read_decoder
+from tpu_experiments.metrics.flops import Recomputed, decoder_flops, flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.adapters.lora import inject
 from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.planning.analytic import step_settings
@@ -22,6 +23,8 @@ from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_a
 pytestmark = pytest.mark.xla
 SEQ_LEN, ROWS = 64, 2
 R16 = ("lora=all_linear_r16",)
+OF_MODULES = (*R16, r"+lora.rank_pattern={layers\.\(1|2\)\..*: 48, q_proj: 64}", "+lora.alpha_pattern={k_proj: 8}")
+PLAIN: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}}
 FULL = LoraConfig(r=0)
 TINY = {
     "hidden_size": 64,
@@ -104,9 +107,9 @@ def test_lengths_of_rows_have_another_product_with_dropout_and_recompute_the_las
 
 
 def test_lengths_of_rows_are_float32_with_two_moments() -> None:
-    settings = {"trainable": "lora", "lora_rank": 16, "targets": TARGETS, "seq_len": 2048, "micro_rows": 1}
+    settings = {"trainable": "lora", "lora": LORA, "seq_len": 2048, "micro_rows": 1}
     plain = analytic_memory(MISTRAL, step=StepSettings(**settings))
-    dora = analytic_memory(MISTRAL, step=StepSettings(**settings, dora=True))
+    dora = analytic_memory(MISTRAL, step=StepSettings(**settings | {"lora": replace(LORA, dora=True)}))
     rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
     assert (dora.adapters - plain.adapters) * 2**30 == pytest.approx(4 * rows)
     assert dora.optimizer == pytest.approx(2 * dora.adapters)
@@ -146,7 +149,7 @@ COMPILED = {
 @pytest.mark.parametrize("case", COMPILED)
 def test_analytic_memory_against_the_compiler(case: str) -> None:
     settings, arguments, temporaries = COMPILED[case]
-    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora_rank=16, targets=TARGETS, **settings))
+    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora=LORA, **settings))
     assert memory.arguments == pytest.approx(arguments, rel=0.01)
     assert 0.75 * temporaries < memory.temporaries < 1.45 * temporaries
     assert memory.total == pytest.approx(memory.arguments + memory.temporaries)
@@ -159,7 +162,7 @@ def test_rounded_weights_take_a_byte_and_the_gradient_of_every_one() -> None:
     assert rounded.lora == 0
     assert rounded.weight_gradient == rounded.forward == plain.forward
     step = {"seq_len": 2048, "micro_rows": 1, "trainable": "lora", "recompute": True}
-    step |= {"lora_rank": 16, "targets": TARGETS}
+    step |= {"lora": LORA}
     matrices, rows = (32 * sum(product) for product in (
         [a * b for a, b in read_decoder(MISTRAL).projections.values()],
         [high for _, high in read_decoder(MISTRAL).projections.values()],
@@ -174,7 +177,7 @@ def test_rounded_weights_take_a_byte_and_the_gradient_of_every_one() -> None:
 def test_analytic_memory_sharded_against_the_compiler() -> None:
     """1.75 + 0.80 GiB per chip, with adapters and state split as well; ours stay whole."""
     settings = {"seq_len": 1024, "micro_rows": 1, "recompute": True, "sharding": "fsdp", "chips": 8}
-    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora_rank=16, targets=TARGETS, **settings))
+    memory = analytic_memory(MISTRAL, step=StepSettings(trainable="lora", lora=LORA, **settings))
     whole = 7 / 8 * (memory.adapters + memory.optimizer)
     assert memory.arguments - whole == pytest.approx(1.75, rel=0.01)
     assert 0.75 * 0.80 < memory.temporaries < 1.45 * 0.80
@@ -192,7 +195,32 @@ def test_every_weight_trained_is_float32_with_two_moments() -> None:
     assert adafactor.optimizer < 0.01 * memory.optimizer
 
 
-@pytest.mark.parametrize("choice", [R16, (*R16, "lora.dora=true"), ("lora=none",)])
+def test_ranks_of_single_modules_are_counted_as_injected() -> None:
+    """Parameters, FLOPs of A and B, and on XLA no recomputation, which a loop over equal layers alone has."""
+    config = composed("model=qwen05b", *OF_MODULES, "hw=v5e1", "model.stack=scanned", "model.remat=layer_inputs")
+    arch, lora = config.model.arch, config.lora
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**arch), trust_remote_code=False)
+    trained = inject(module, lora).trainable
+    decoder = read_decoder(arch)
+    assert decoder.adapter_parameters(lora) == trained
+    assert not decoder.has_equal_layers(lora)
+    assert decoder.has_equal_layers(replace(lora, rank_pattern={"q_proj": 64}))
+    flops, equal = (
+        decoder_flops(replace(config, lora=each), arch, seq_len=256) for each in (lora, replace(lora, **PLAIN))
+    )
+    assert flops.lora == 6.0 * trained
+    assert flops.recomputation == 0 < equal.recomputation
+    geometry = resolve_stages(config)[0].geometry
+    memory, one_rank = (
+        analytic_memory(arch, step=step_settings(replace(config, lora=each), geometry))
+        for each in (lora, replace(lora, **PLAIN))
+    )
+    assert memory.adapters * 2**30 == 4 * trained
+    assert memory.activations > 2 * one_rank.activations
+
+
+@pytest.mark.parametrize("choice", [R16, (*R16, "lora.dora=true"), ("lora=none",), OF_MODULES])
 def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: tuple[str, ...]) -> None:
     """2.03 bytes for each trained element; norms, and B of k and v with 2,048 elements, have 8."""
     config = composed("model=qwen05b", *choice, "optim=adamw8bit", "hw=v5e1")
@@ -213,10 +241,10 @@ def test_gemma_s_vocabulary_is_what_128_rows_cannot_hold() -> None:
     """128 rows of 1,024 tokens: 128 x 1024 x 262144 x 6 bytes of logits alone."""
     arch = composed("model=gemma3_270m").model.arch
     memory = analytic_memory(
-        arch, step=StepSettings(seq_len=1024, micro_rows=128, trainable="lora", lora_rank=8, targets=TARGETS)
+        arch, step=StepSettings(seq_len=1024, micro_rows=128, trainable="lora", lora=replace(LORA, r=8))
     )
     assert memory.logits == pytest.approx(192.0)
     small = analytic_memory(
-        arch, step=StepSettings(seq_len=1024, micro_rows=4, trainable="lora", lora_rank=8, targets=TARGETS)
+        arch, step=StepSettings(seq_len=1024, micro_rows=4, trainable="lora", lora=replace(LORA, r=8))
     )
     assert small.logits == pytest.approx(6.0)

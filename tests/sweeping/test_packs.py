@@ -86,6 +86,10 @@ def test_a_seed_that_draws_the_base_separates() -> None:
     ("line", "why"),
     [
         ("lora=none", "lora.r=0 trains all weights"),
+        (
+            "+lora.rank_pattern.q_proj=2",
+            "lora.rank_pattern gives each module a scale of its own, and a pack has one for each adapter",
+        ),
         ("lora.init=pissa", "lora.init=pissa depends on the base's weights"),
         (
             "hw.parallel=spawn hw.num_devices=2 hw.runtime=eager",

@@ -246,6 +246,38 @@ def test_of_pissa_the_export_is_the_start(make_config, tmp_path):
         find_start(other, module)
 
 
+def test_an_adapter_with_ranks_of_single_modules_wants_the_same(make_config, tmp_path):
+    """Of the folder of an adapter and of a run; the sentence has the words for the command."""
+    words = ("lora.r=8", "lora.alpha=16", "model.size=tiny")
+    own = ("+lora.rank_pattern={q_proj: 4}", "+lora.alpha_pattern={layers.0.*: 3, q_proj: 2}")
+    first = make_config(*words, *own, "name=x", f"output_dir={tmp_path}")
+    folder = open_run(first)
+    folder.create(first)
+    module, _ = describe(HuggingFaceModel(first.model, seed=0), lora=first.lora)
+    drawn = {n: torch.zeros(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    write_adapter(
+        folder.path("adapter"), parameters=drawn, initial={}, lora=first.lora, base_path="tiny", revision=None
+    )
+    start = f"start.run={tmp_path / 'x/adapter'}"
+    assert find_start(make_config(*words, *own, "name=y", start), module).kind == "adapter"
+    told = "'+lora.rank_pattern={q_proj:4}' '+lora.alpha_pattern={layers.0.*:3.0,q_proj:2.0}'"
+    others = (
+        own[:1],
+        own[1:],
+        (own[0], "+lora.alpha_pattern={layers.0.*: 3, q_proj: 5}"),
+        (own[0], "+lora.alpha_pattern={q_proj: 2, layers.0.*: 3}"),  # of several that match, the first applies
+    )
+    for other in others:
+        config = make_config(*words, *other, "name=y", start)
+        module, _ = describe(HuggingFaceModel(config.model, seed=0), lora=config.lora)
+        with pytest.raises(ConfigError) as caught:
+            find_start(config, module)
+        assert told in str(caught.value)
+        run = make_config(*words, *other, "name=y", f"start.run={tmp_path / 'x'}")
+        with pytest.raises(ConfigError, match=r"it was trained with lora\.\w+_pattern.*; restore the values, or merge"):
+            find_start(run, module)
+
+
 @pytest.mark.parametrize("source", ["x", "x/adapter"])
 @pytest.mark.parametrize("base", ["dense", "int8"])
 def test_adapters_of_loftq_belong_to_the_codes_that_they_complete(make_config, tmp_path, source, base):

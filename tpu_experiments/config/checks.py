@@ -5,7 +5,7 @@ import json
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from tpu_experiments.config.curriculum import resolve_stages
@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import PACKAGE
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, SAVABLE
+from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, PATTERNS, SAVABLE, has_patterns
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.rollout_schema import rollout_problems
@@ -345,7 +345,25 @@ def _variants(config: Config) -> list[str]:
             f"lora.init=loftq with model.base={base}; LoftQ starts from what the codes of NF4 lose of a weight; use "
             "model.base=nf4, or lora.init=b_zero or pissa."
         )
+    for key in PATTERNS:
+        problems += _patterns(f"lora.{key}", getattr(lora, key), has_adapters=lora.r > 0)
     return problems
+
+
+def _patterns(key: str, patterns: Mapping[str, float], *, has_adapters: bool) -> Iterator[str]:
+    """Yield what is wrong with values of single modules."""
+    if patterns and not has_adapters:
+        yield f"{key} with lora=none; there are no adapters; use adapters, for example lora=all_linear_r16."
+    is_rank = key.endswith("rank_pattern")
+    for pattern, value in patterns.items():
+        if not (value >= 1 if is_rank else 0 < value < math.inf):
+            wanted = "a whole number from 1; for no adapter, leave the module out of lora.targets"
+            bound = f"a rank is {wanted}" if is_rank else "it must be above 0 and finite"
+            yield f"{key} has {pattern!r}: {value:g}; {bound}."
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"{key} has {pattern!r}; it is no regular expression ({error}); write the name of a module."
 
 
 def _base(config: Config) -> list[str]:
@@ -569,6 +587,11 @@ def _adapters_of_server(config: Config) -> list[str]:
             config.lora.dora,
             "vLLM loads no lengths of weights",
             "use lora.dora=false, or rollout=default",
+        ),
+        "lora.rank_pattern or lora.alpha_pattern": (
+            has_patterns(config.lora),
+            "vLLM scales all adapters by one lora.alpha and lora.r",
+            "leave them out, or use rollout=default",
         ),
         f"model.linear={config.model.linear}": (
             config.model.linear == "lr_qat",

@@ -12,6 +12,8 @@ from tpu_experiments.config.folders import IS_INSTALLED
 
 PROGRAM = ("tpu-experiments",) if IS_INSTALLED else ("python", "run.py")
 PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")
+ESCAPED = re.compile(r"\\*[()\[\]{}:=,\s]|\\+\Z")
+"""Characters of a key that Hydra's grammar takes for its own, with the backslashes in front of them."""
 OF_ANOTHER_TYPE = re.compile(r"null|true|false|[+-]?(inf|nan|[0-9_]*\.?[0-9_]*(e[+-]?[0-9_]+)?)", re.IGNORECASE)
 """Texts that Hydra reads as null, a truth value or a number."""
 
@@ -43,11 +45,17 @@ def _written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(_written(part) for part in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(part)}" for key, part in value.items()) + "}"
+        parts = (f"{ESCAPED.sub(_escaped, str(key))}:{_written(part)}" for key, part in value.items())
+        return "{" + ",".join(parts) + "}"
     if isinstance(value, str):
         is_plain = PLAIN.fullmatch(value) and not OF_ANOTHER_TYPE.fullmatch(value)
         return value if is_plain else _quoted(value)
     return str(value)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return characters of a key with a backslash before each; elsewhere a backslash stands for itself."""
+    return re.sub(r"(.)", r"\\\1", found[0])
 
 
 def _quoted(text: str) -> str:

@@ -22,6 +22,7 @@ from yaml import YAMLError
 from tpu_experiments.config.checks import check
 from tpu_experiments.config.data_schema import OWN_KEYS, PrepareConfig
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import PATTERNS
 from tpu_experiments.config.objectives import FIRST, OBJECTIVES
 from tpu_experiments.config.objectives.base import ObjectiveConfig, OwnObjectiveConfig
 from tpu_experiments.config.redaction import REDACTED, redacted, redacted_text
@@ -100,6 +101,8 @@ ADDED: dict[str, Any] = {
     "optim.ema": 0.0,
     "optim.options": {},
     "lora.dora": False,
+    "lora.rank_pattern": {},
+    "lora.alpha_pattern": {},
     "objective.name": "next_token",
     "objective._target_": FIRST,
     "objective.z_loss": 0.0,
@@ -142,6 +145,9 @@ def identity(config: Config) -> dict[str, Any]:
     kept = {key: _named(value) for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
     kept = without_added(kept)
     kept = {key: value for key, value in kept.items() if UNSET.get(key.rpartition(".")[2], _SET) != value}
+    for key in PATTERNS:  # of several patterns that match, the first applies
+        patterns = getattr(config.lora, key)
+        kept |= {f"lora.{key}": list(patterns)} if len(patterns) > 1 else {}
     if config.start.run is None:
         kept = {key: value for key, value in kept.items() if not key.startswith("start.")}
     if not config.objective.samples_rollouts:

@@ -1,8 +1,10 @@
 """Schema of the groups `model`, `lora` and `sharding`, and constants that their values name."""
 
 import fnmatch
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -184,6 +186,46 @@ class LoraConfig:
     """Whether the length of each row of W + scale * B A is trained beside its direction (arXiv 2402.09353): one more
     float32 per output feature. W is read once more per micro-batch for the rows' norms; with `dropout`, the product
     with W is computed twice."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Ranks of some modules in the place of `r`, as PEFT's: a regular expression for a module's name, whole or from a
+    dot on (`q_proj`, `layers.0.mlp.up_proj`), to the rank. Of several that match, the first applies."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """The same for `alpha`."""
+
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Settings of adapters by the names of their modules."""
+Value = TypeVar("Value")
+
+
+def pattern_key(patterns: Mapping[str, Any], name: str) -> str:
+    """Return the pattern that applies to a module, as PEFT finds it; the name itself where none does."""
+    found = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, name)
+
+
+def value_of_pattern(patterns: Mapping[str, Value], name: str, *, default: Value) -> Value:
+    """Return the value of the pattern that applies to a module."""
+    return patterns.get(pattern_key(patterns, name), default)
+
+
+def lora_of(lora: LoraConfig, name: str) -> LoraConfig:
+    """Return the settings of one module's adapter: with its own rank and alpha, and without patterns."""
+    if not has_patterns(lora):
+        return lora
+    rank = value_of_pattern(lora.rank_pattern, name, default=lora.r)
+    alpha = value_of_pattern(lora.alpha_pattern, name, default=lora.alpha)
+    return replace(lora, r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+
+def has_patterns(lora: LoraConfig) -> bool:
+    """Return whether modules have ranks or alphas of their own."""
+    return bool(lora.rank_pattern or lora.alpha_pattern)
+
+
+def ranks_of(lora: LoraConfig) -> tuple[int, ...]:
+    """Return the ranks that adapters may have; none without adapters."""
+    return tuple(dict.fromkeys((lora.r, *lora.rank_pattern.values()))) if lora.r else ()
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Which runs can share a program with others (training/pack.py)."""
 
+from tpu_experiments.config.model_schema import has_patterns
 from tpu_experiments.config.schema import Config
 
 DRAWN_BY_SHAPE = ("b_zero", "a_zero")
@@ -15,6 +16,9 @@ def why_alone(config: Config) -> str | None:
         return "lora.r=0 trains all weights"
     if lora.dora:
         return "lora.dora=true needs the base's weights for each adapter"
+    if has_patterns(lora):
+        key = "rank_pattern" if lora.rank_pattern else "alpha_pattern"
+        return f"lora.{key} gives each module a scale of its own, and a pack has one for each adapter"
     if lora.init not in DRAWN_BY_SHAPE:
         return f"lora.init={lora.init} depends on the base's weights"
     if config.model.linear != "plain":

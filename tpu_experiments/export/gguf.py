@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from tpu_experiments.export.weights import WholeModel
 from tpu_experiments.models.adapters.lora import scale_of
@@ -385,7 +385,8 @@ def write_adapter_file(
 
     Args:
         parameters: `<module>.lora_A` (r, in) and `.lora_B` (out, r) on the host; not of DoRA, which llama.cpp lacks.
-        lora: the rank of `parameters` and their scale, which is written as the alpha that is it times the rank.
+        lora: the rank of `parameters` and their scale, which is written as the alpha that is it times the rank. A
+            file has one alpha, which llama.cpp divides by each module's rank, so that B holds what a module has more.
 
     Returns:
         SHA-256 of the file by its name.
@@ -398,11 +399,14 @@ def write_adapter_file(
     metadata.add_to(writer)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, scale_of(lora) * lora.r)
+    alpha = scale_of(lora) * lora.r
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     for name in sorted(parameters):
         module, _, part = name.rpartition(".")
         tensor = parameters[name].to(torch.float32)
         if part == "lora_B":
+            own = lora_of(lora, module)
+            tensor = tensor * (scale_of(own) * own.r / alpha)
             tensor = conversion.rows(name, tensor)
         data = np.ascontiguousarray(tensor.numpy())
         writer.add_tensor(f"{conversion.name(f'{module}.weight')}.{part.lower()}", data)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, Value, has_patterns, pattern_key, value_of_pattern
 from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.runtime.stacked import is_adapter_part
@@ -77,6 +77,10 @@ def write_adapter(
     ) | {"fan_in_fan_out": is_transposed}
     head = _head_modules(parameters)
     config |= {"task_type": CLASSIFIER, "modules_to_save": head} if head else {}
+    names = {name: inner_name(name) for name in _modules(parameters)}
+    if has_patterns(whole):
+        config["rank_pattern"] = renamed(whole.rank_pattern, names, default=whole.r)
+        config["alpha_pattern"] = renamed(whole.alpha_pattern, names, default=whole.alpha)
     config |= {"peft_type": ROUNDED, "rounded": dict(rounded)} if rounded else {}
     paths.write_text_atomic(paths.join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2))
     return {ADAPTER_FILE: hashlib.sha256(content).hexdigest()}
@@ -96,8 +100,27 @@ def without_start(
     # DoRA's lengths stay: W + B A - B0 A0 has the rows of the reduced base with B A.
     for name, start in initial.items():
         tensors[name] = _with_initial(name, tensors[name], start.to(tensors[name]))
-    alpha = lora.alpha * (2 if lora.scaling == "alpha_over_r" else math.sqrt(2))
-    return tensors, replace(lora, r=2 * lora.r, alpha=alpha)
+    factor = 2 if lora.scaling == "alpha_over_r" else math.sqrt(2)
+    ranks = {key: 2 * rank for key, rank in lora.rank_pattern.items()}
+    alphas = {key: factor * alpha for key, alpha in lora.alpha_pattern.items()}
+    more = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return tensors, replace(lora, r=2 * lora.r, alpha=factor * lora.alpha, **more)
+
+
+def renamed(patterns: Mapping[str, Value], names: Mapping[str, str], *, default: Value) -> dict[str, Value]:
+    """Return patterns that say of modules under other names what `patterns` say of them; unused ones are left out.
+
+    They are the same where they fit the other names too, and else those names themselves.
+
+    Args:
+        names: the modules' names here by those there.
+    """
+    used = {pattern_key(patterns, name) for name in names.values()}
+    same = {key: value for key, value in patterns.items() if key in used}
+    wanted = {name: value_of_pattern(patterns, own, default=default) for name, own in names.items()}
+    if all(value_of_pattern(same, name, default=default) == value for name, value in wanted.items()):
+        return same
+    return {name: value for name, value in wanted.items() if value != default}
 
 
 def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +130,7 @@ def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) 
         layout: tensors under PEFT's names.
         initial: PiSSA's A and B before training, whose part of the rank is cut off.
     """
-    found = {_inner_name(key): tensor for key, tensor in layout.items()}
+    found = {inner_name(key): tensor for key, tensor in layout.items()}
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
         found[name] = (found[name][:rank] if name.endswith("lora_A") else found[name][:, :rank]).contiguous()
@@ -118,7 +141,8 @@ def _outer_name(name: str) -> str:
     return f"{PREFIX}{name}.weight" if name.endswith(LOW_RANK) else f"{PREFIX}{name}"
 
 
-def _inner_name(key: str) -> str:
+def inner_name(key: str) -> str:
+    """Return the name, of a tensor or module in PEFT's layout, that it has in a decoder."""
     name = key.removeprefix(PREFIX)
     short = name.removesuffix(".weight")
     name = short if is_adapter_part(short) else name

@@ -1,8 +1,9 @@
 """Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from safetensors import SafetensorError
@@ -10,17 +11,24 @@ from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, lora_of, rounded_settings
 from tpu_experiments.config.regular_files import NotRegular
-from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIER, PREFIX, ROUNDED, read_layout
+from tpu_experiments.export.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIER,
+    PREFIX,
+    ROUNDED,
+    inner_name,
+    read_layout,
+    renamed,
+)
 from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 REFUSED = (
-    "rank_pattern",
-    "alpha_pattern",
     "modules_to_save",
     "lora_bias",
     "alora_invocation_tokens",
@@ -70,12 +78,12 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         raise
     except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
-    r, alpha = _rank_and_alpha(config, place=paths.join(folder, ADAPTER_CONFIG))
-    dora, is_rounded = bool(config.get("use_dora")), config.get("peft_type") == ROUNDED
+    lora = _settings(config, place=paths.join(folder, ADAPTER_CONFIG))
+    dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
     head = tuple(config.get("modules_to_save") or ()) if has_head and config.get("task_type") == CLASSIFIER else ()
     more = [
         *_more_in(config | ({"modules_to_save": None} if head else {})),
-        *_more_among(layout, r=r, dora=dora, is_rounded=is_rounded, head=tuple(f"{PREFIX}{name}." for name in head)),
+        *_more_among(layout, lora=lora, is_rounded=is_rounded, head=tuple(f"{PREFIX}{name}." for name in head)),
     ]
     if more:
         raise ConfigError(
@@ -88,21 +96,26 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     for name, tensor in sorted(layout.items()):
         require_finite(tensor, name=name, place=place)
     tensors = read_layout(layout, initial={})
+    names = {inner_name(module): module for module in sorted(map(_module_of, layout)) if module}
     targets = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
-    scaling = "alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r"
     lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
         raise ConfigError(
             f"{place}; use_dora=true and {lacking[0]} has no {MAGNITUDE}; write or copy it again, or set "
             f"use_dora=false in {ADAPTER_CONFIG} if it is a plain LoRA adapter."
         )
-    lora = LoraConfig(r=r, alpha=alpha, targets=targets, scaling=scaling, dora=dora)
+    lora = replace(
+        lora,
+        targets=targets,
+        rank_pattern=renamed(lora.rank_pattern, names, default=lora.r),
+        alpha_pattern=renamed(lora.alpha_pattern, names, default=lora.alpha),
+    )
     rounded = dict(config.get("rounded") or {}) if is_rounded else None
     return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""), rounded=rounded)
 
 
-def _rank_and_alpha(config: Any, *, place: str) -> tuple[int, float]:
-    """Return `r` and `lora_alpha` of a LoRA adapter's settings.
+def _settings(config: Any, *, place: str) -> LoraConfig:
+    """Return the rank, scale and kind of a LoRA adapter's settings; patterns are for names in its file.
 
     Raises:
         ConfigError: they are another kind of adapter's, or a value is not of its type, not finite or out of bounds.
@@ -127,7 +140,43 @@ def _rank_and_alpha(config: Any, *, place: str) -> tuple[int, float]:
     for name in ("use_dora", "use_rslora"):
         if config.get(name) not in (True, False, None):
             raise ConfigError(f"{place}; {name}={config[name]!r:.60}; it must be true or false; mend it.")
-    return r, float(alpha)
+    return LoraConfig(
+        r=r,
+        alpha=float(alpha),
+        scaling="alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r",
+        dora=bool(config.get("use_dora")),
+        rank_pattern=_pattern(config, "rank_pattern", int, place=place),
+        alpha_pattern=_pattern(config, "alpha_pattern", float, place=place),
+    )
+
+
+def _pattern(config: Mapping[str, Any], key: str, kind: type, *, place: str) -> dict[str, Any]:
+    """Return the values of single modules in an adapter's settings.
+
+    Raises:
+        ConfigError: a key is no regular expression, or a value no rank or no factor.
+    """
+    given = config.get(key) or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{place}; {key}={given!r:.60}; it must be a table of names and numbers; copy it again.")
+    for name, value in given.items():
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not value or (kind is int and value < 1):
+            raise ConfigError(
+                f"{place}; {key} has {name!r:.60}: {value!r:.60}; a rank is a whole number from 1, and an alpha a "
+                "finite number that is not 0; copy the file again."
+            )
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ConfigError(f"{place}; {key} has {name!r:.60}, no regular expression ({error}); mend it.") from error
+    return {name: kind(value) for name, value in given.items()}
+
+
+def _module_of(key: str) -> str:
+    """Return the name of the module that a tensor of A or B is of, as in the file; empty for another."""
+    found = next((key.removesuffix(part) for part in (A, B) if key.endswith(part)), "")
+    return found.removeprefix(PREFIX)
 
 
 def require_rounded_alike(adapter: Adapter, model: ModelConfig, *, key: str) -> None:
@@ -160,7 +209,7 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _more_among(
-    layout: Mapping[str, Tensor], *, r: int, dora: bool, is_rounded: bool, head: tuple[str, ...]
+    layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: bool, head: tuple[str, ...]
 ) -> Iterator[str]:
     """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head.
 
@@ -169,11 +218,11 @@ def _more_among(
     for name, tensor in sorted(layout.items()):
         if head and name.startswith(head):
             continue
-        if dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
+        if lora.dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
             continue
         if is_rounded and name.endswith(f".{LEARNT_SCALE}") and tensor.ndim == 2:
             continue
-        rank_dim = 0 if name.endswith(A) else 1
+        rank_dim, r = 0 if name.endswith(A) else 1, lora_of(lora, _module_of(name)).r
         if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:
             yield f"{name} {tuple(tensor.shape)} with r={r}"
             return

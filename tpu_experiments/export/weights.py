@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
+from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target, lora_of
 from tpu_experiments.models.adapters.lora import (
     MAGNITUDE,
     A,
@@ -154,7 +154,8 @@ def _base_of(model: TrainedModel, item: Named) -> Tensor:
 
 def _merged(model: TrainedModel, base: Tensor, name: str) -> Tensor:
     """Return a weight with its adapter."""
-    prefix, scale, has_lengths = name.removesuffix("weight"), scale_of(model.lora), model.lora.dora
+    prefix, has_lengths = name.removesuffix("weight"), model.lora.dora
+    scale = scale_of(lora_of(model.lora, prefix.removesuffix(".")))
     parts = {part: model.finite(prefix + part) for part in (A, B, *([MAGNITUDE] if has_lengths else []))}
     weight = base.t() if model.adapted[name] else base
     merged = torch.addmm(weight, parts[B], parts[A], alpha=scale)

@@ -15,7 +15,14 @@ from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_texts
-from tpu_experiments.config.model_schema import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SAVED, LoraConfig, is_target
+from tpu_experiments.config.model_schema import (
+    ATTENTION_PROJECTIONS,
+    MLP_PROJECTIONS,
+    SAVED,
+    LoraConfig,
+    is_target,
+    lora_of,
+)
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import Config
 
@@ -135,17 +142,25 @@ class Decoder:
 
     def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
         """Return (in, out) of every Linear that `lora.targets` names, by the rule of config/model_schema.py."""
-        return [shape for _, shape in self.adapted_by_leaf(targets)]
+        return list(self.adapted_by_name(targets).values())
 
-    def adapted_by_leaf(self, targets: Iterable[str]) -> list[tuple[str, tuple[int, int]]]:
-        """Return the result of `adapted` with the last part of each name."""
+    def adapted_by_name(self, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Return the result of `adapted` by the names of the Linears."""
         wanted = list(targets)
-        named = ((name, name.rpartition(".")[2], shape) for name, shape in self._linears())
-        return [(leaf, shape) for name, leaf, shape in named if any(is_target(name, each) for each in wanted)]
+        return {name: shape for name, shape in self._linears() if any(is_target(name, each) for each in wanted)}
 
-    def adapter_parameters(self, *, rank: int, targets: Iterable[str]) -> int:
+    def has_equal_layers(self, lora: LoraConfig) -> bool:
+        """Return whether adapters have one rank and scale in all layers, which then fold into a loop."""
+        found: dict[str, set[tuple[int, float]]] = {}
+        for name in self.adapted_by_name(lora.targets):
+            own = lora_of(lora, name)
+            found.setdefault(name.rpartition(".")[2], set()).add((own.r, own.alpha))
+        return all(len(kinds) == 1 for kinds in found.values())
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
         """Count the elements of all A (rank, in) and B (out, rank)."""
-        return sum(rank * (wide + high) for wide, high in self.adapted(targets))
+        linears = self.adapted_by_name(lora.targets)
+        return sum(lora_of(lora, name).r * (wide + high) for name, (wide, high) in linears.items())
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
@@ -559,11 +574,12 @@ def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = Tru
         ConfigError: a model that is not counted here.
     """
     saved = (*SAVED.get(config.model.remat, ()), *config.model.saved)
+    again = recomputes(config) and (config.hw.runtime != "xla" or read_decoder(arch).has_equal_layers(config.lora))
     return flops_of_token(
         arch,
         seq_len=seq_len,
         lora=config.lora,
-        recomputed=Recomputed(saved, kernel=config.model.attention == "flash") if recomputes(config) else None,
+        recomputed=Recomputed(saved, kernel=config.model.attention == "flash") if again else None,
         causal=causal,
         rounded=config.model.linear == "lr_qat",
         forwards=forwards,
@@ -750,14 +766,14 @@ def flops_of_token(
         ConfigError: a model that `read_decoder` does not support.
     """
     decoder = read_decoder(arch)
-    names, rank = (lora.targets, 0 if rounded else lora.r) if lora.r else ([], 0)
+    names = lora.targets if lora.r else []
     layers, head = 2.0 * decoder.matrices_of_layers, 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
-    adapters = 2.0 * decoder.adapter_parameters(rank=rank, targets=names)
+    adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.adapter_parameters(lora)
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names))
     twice, again = lora.dora and lora.dropout > 0, 0.0
     if recomputed is not None:
-        again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rank=rank)
+        again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rounded=rounded)
     return FlopsPerToken(
         forward=forwards * layers,
         activation_gradient=layers,
@@ -770,7 +786,7 @@ def flops_of_token(
     )
 
 
-def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rank: int) -> float:
+def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rounded: bool) -> float:
     """Return the FLOPs of the layers that the backward pass recomputes.
 
     It reads the output of a layer's last projection only where a norm follows (Gemma 3), or a trained length (DoRA). An
@@ -783,7 +799,9 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
         if name not in how.saved and (name != decoder.last_projection or is_last_read)
     }
     targets, twice = lora.targets if lora.r else [], lora.dora and lora.dropout > 0
-    repeated = [shape for leaf, shape in decoder.adapted_by_leaf(targets) if leaf in again]
-    adapters = sum((rank + (wide if twice else 0)) * high for wide, high in repeated)
+    linears = decoder.adapted_by_name(targets).items()
+    repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in again]
+    ranks = {name: 0 if rounded else lora_of(lora, name).r for name, _ in repeated}
+    adapters = sum((ranks[name] + (wide if twice else 0)) * high for name, (wide, high) in repeated)
     share = 1.0 if "attention" not in how.saved else 0.0 if how.kernel else 0.5  # plain operations need the scores
     return 2.0 * (sum(again.values()) + adapters) + share * attention

@@ -261,12 +261,12 @@ def planned(
     )
 
 
-def widths_of_step(program: Lowered, arch: Any, *, rank: int, trained: Collection[str]) -> Widths:
+def widths_of_step(program: Lowered, arch: Any, *, ranks: Collection[int], trained: Collection[str]) -> Widths:
     """Return the sizes by which the parts of a training step are identified."""
     mesh = program.mesh
     elements = {elements_of_chip(a, mesh=mesh) for a in program.arguments if a.name in trained or ABSMAX in a.name}
     splits = {mesh.fsdp, mesh.tensor, mesh.fsdp * mesh.tensor}
-    return widths_of(arch, rank=rank, seq_len=program.shape[-1], trained=elements, splits=splits)
+    return widths_of(arch, ranks=ranks, seq_len=program.shape[-1], trained=elements, splits=splits)
 
 
 def elements_of_chip(argument: Argument, *, mesh: Mesh) -> int:

@@ -22,6 +22,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import fitting_rows, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.model_schema import ranks_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
@@ -191,7 +192,8 @@ def applicable_lines(config: Config) -> Iterator[Line]:
     except ConfigError:
         return
     for line in mine:
-        is_no_larger = 0 < config.lora.r <= line.rank and set(config.lora.targets) <= set(line.targets)
+        rank = max(ranks_of(config.lora), default=0)
+        is_no_larger = 0 < rank <= line.rank and set(config.lora.targets) <= set(line.targets)
         is_no_larger &= not config.lora.dora  # whose steps need more memory
         if line.facts in facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
             yield line

@@ -6,9 +6,10 @@ FLOPs of a token are in metrics/flops.py, which the run uses too.
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import STATE_BYTES, AdamWConfig
 from tpu_experiments.metrics.flops import Decoder, DeltaHybrid, Recurrent, Trainable, read_decoder
@@ -85,15 +86,15 @@ class StepSettings:
     trainable: Trainable
     accumulation: int = 1
     """Number of micro-batches in one step."""
-    lora_rank: int = 0
-    targets: tuple[str, ...] = ()
-    dora: bool = False
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig(r=0))
     state_bytes: Callable[[tuple[int, ...]], float] = STATE_BYTES[AdamWConfig._target_]
     """Bytes of the optimizer's state of one parameter, by its shape."""
     averaged: bool = False
     """Whether a moving average of the trained parameters is kept (`optim.ema`)."""
     recompute: bool = False
     """Only the layers' inputs are saved."""
+    in_loop: bool = False
+    """Layers are recomputed in a loop alone, for which they have to be equal."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at once; None means all of them."""
     attention: Literal["sdpa", "flash"] = "sdpa"
@@ -148,15 +149,16 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
     if step.group is not None:  # a byte each
-        matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.targets))
+        matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.lora.targets))
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
     kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
-    if step.dora:  # outputs before they get their lengths
-        kept += sum(high for _, high in decoder.adapted(step.targets)) / decoder.num_layers
+    if step.lora.dora:  # outputs before they get their lengths
+        kept += sum(high for _, high in decoder.adapted(step.lora.targets)) / decoder.num_layers
     kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
+    recompute = step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
     largest = max(wide * high for wide, high in decoder.projections.values())
     average_bytes = 4 * trained if step.averaged else 0.0
     # The sum that is rounded, the integers and their gradient, in float32.
@@ -166,7 +168,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         adapters=trained * 4 / GIB,
         optimizer=(moment_bytes + average_bytes) / GIB,
         gradients=trained * (4 + step.weight_bytes) / GIB,
-        activations=(inputs + kept if step.recompute else decoder.num_layers * kept) / GIB,
+        activations=(inputs + kept if recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
         gathered=(2 * largest * step.weight_bytes if split > 1 else 0.0) / GIB + of_rounding,
         batch=tokens * step.accumulation * 4 * 4 / GIB,
@@ -184,10 +186,11 @@ def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, .
         found[rows, decoder.hidden] += rows > 0  # an encoder's further embeddings and the matrix of its head
         found[(decoder.hidden,)] += decoder.vectors / decoder.hidden
         return found
-    for wide, high in decoder.adapted(step.targets):
-        found[step.lora_rank, wide] += 1
-        found[high, step.lora_rank] += 1
-        if step.dora:
+    for name, (wide, high) in decoder.adapted_by_name(step.lora.targets).items():
+        rank = lora_of(step.lora, name).r
+        found[rank, wide] += 1
+        found[high, rank] += 1
+        if step.lora.dora:
             found[(high,)] += 1
         if step.group is not None:
             found[high, wide // (step.group or wide)] += 1

@@ -12,6 +12,7 @@ from huggingface_hub.repocard_data import EvalResult
 from tpu_experiments.config.commands import command, override_of
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.escaping import as_code, fenced, for_markdown
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.export.card import CARD, adapter_code, is_hub_id, part_code, whole_code
@@ -102,8 +103,15 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
         )
     return (
         f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
-        f"{targets} of {base} ({trained}),{averaged} trained with tpu_experiments."
+        f"{targets}{_own_values(lora)} of {base} ({trained}),{averaged} trained with tpu_experiments."
     )
+
+
+def _own_values(lora: LoraConfig) -> str:
+    """Return the ranks and alphas of single modules in parentheses; nothing where there are none."""
+    words = {"rank": lora.rank_pattern, "alpha": lora.alpha_pattern}
+    told = [f"{word} {value:g} for {as_code(name)}" for word, own in words.items() for name, value in own.items()]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _usage(result: Mapping[str, Any], config: Config) -> str:

@@ -25,7 +25,7 @@ from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import PATTERNS, LoraConfig, lora_of
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
@@ -46,6 +46,8 @@ from tpu_experiments.storage.tensors import group_in
 log = logging.getLogger(__name__)
 OF_THE_BASE = ("model._target_", "model.path", "model.revision", "model.init", "model.size")
 """Keys that identify the base weights of an adapter, and the architecture of a fully trained model."""
+MAX_SHOWN = 8
+"""Largest number of patterns of an adapter that a message writes out."""
 OF_THE_CODES = {"model.base": "dense", "model.base_double_quant": True}
 """Further such keys of LoftQ's adapters, which start as what the base's codes lost; with their defaults."""
 OF_THE_GRID = {"model.linear": "plain", "model.linear_bits": 4, "model.linear_group": 0}
@@ -278,9 +280,14 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
         )
     require_rounded_alike(adapter, config.model, key=f"start.run={folder}")
     theirs, ours = adapter.lora, config.lora
-    are_alike = (theirs.r, theirs.dora) == (ours.r, ours.dora)
-    if not are_alike or not math.isclose(scale_of(theirs), scale_of(ours), rel_tol=1e-6):
-        has, wants, words = _shape_of(theirs), _shape_of(ours), _shape_of(theirs, prefix="lora.", separator=" ")
+    each = [(lora_of(theirs, name), lora_of(ours, name)) for name in theirs.targets]
+    are_alike = all((a.r, a.dora) == (b.r, b.dora) for a, b in each)
+    if not are_alike or not all(math.isclose(scale_of(a), scale_of(b), rel_tol=1e-6) for a, b in each):
+        has, wants = (", ".join(f"{key}={text}" for key, text in _shape_of(lora).items()) for lora in (theirs, ours))
+        shape = _shape_of(theirs)
+        words = typed(*(f"{'+' if key in PATTERNS else ''}lora.{key}={text}" for key, text in shape.items()))
+        if any(len(getattr(theirs, key)) > MAX_SHOWN for key in PATTERNS):
+            words = f"the values of its {ADAPTER_CONFIG} into a file of conf/lora"
         raise ConfigError(
             f"start.run={folder}; it has {has}, and the run {wants}; write {words}, or merge it into its base first."
         )
@@ -291,10 +298,17 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     return point
 
 
-def _shape_of(lora: LoraConfig, *, prefix: str = "", separator: str = ", ") -> str:
-    """Return what determines the function of an adapter's tensors, as `key=value`."""
-    values = {"r": lora.r, "alpha": f"{lora.alpha:g}", "scaling": lora.scaling, "dora": str(lora.dora).lower()}
-    return separator.join(f"{prefix}{key}={value}" for key, value in values.items())
+def _shape_of(lora: LoraConfig) -> dict[str, str]:
+    """Return what determines the function of an adapter's tensors."""
+    found = {"r": str(lora.r), "alpha": f"{lora.alpha:g}", "scaling": lora.scaling, "dora": str(lora.dora).lower()}
+    for key in PATTERNS:
+        own: dict[str, Any] = getattr(lora, key)
+        if own:
+            first = dict(list(own.items())[:MAX_SHOWN])
+            found[key] = override_of("", first)[1:] + (
+                f" and {len(own) - MAX_SHOWN} more" if len(own) > MAX_SHOWN else ""
+            )
+    return found
 
 
 def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) -> None:
@@ -326,7 +340,9 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
         keys += OF_THE_GRID
         keys += OF_THE_CODES if stored.get("lora.init") == "loftq" else []
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
-        keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora"] if "lora.r" in stored else []
+        patterns = tuple(f"lora.{key}" for key in PATTERNS)
+        of_patterns = [key for key in sorted(stored.keys() | now.keys()) if key.startswith(patterns)]
+        keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora", *of_patterns] if "lora.r" in stored else []
     if config.lora.init == "pissa" and "lora.r" in stored:
         keys.append("lora.init")
     if config.start.take == "all":

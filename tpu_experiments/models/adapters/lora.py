@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target
+from tpu_experiments.config.model_schema import ALL_LINEAR, PATTERNS, LoraConfig, is_target, lora_of, pattern_key
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
 from tpu_experiments.models.adapters.layouts import layout_of
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
@@ -50,7 +50,7 @@ class ParameterReport:
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """Return alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    """Return alpha / r, or alpha / sqrt(r) for rsLoRA, of the settings of one module (`lora_of`)."""
     return lora.alpha / (lora.r if lora.scaling == "alpha_over_r" else math.sqrt(lora.r))
 
 
@@ -70,8 +70,8 @@ def inject(
         rounds_inputs: whether the inputs of those are rounded to 8 bits.
 
     Raises:
-        ConfigError: a target matches no Linear; the names that exist are listed. Or an adapted weight cannot be
-            rounded to the grid.
+        ConfigError: a target matches no Linear; the names that exist are listed. Or a pattern applies to none, or an
+            adapted weight cannot be rounded to the grid.
     """
     linears: dict[str, Any] = {name: part for name, part in module.named_modules() if is_linear(part)}
     if lora.r == 0:
@@ -81,15 +81,17 @@ def inject(
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
     matched = _matched(linears, lora.targets)
+    _require_patterns_apply(lora, matched)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
-        linear, scale = linears[name], scale_of(lora)
+        linear, own = linears[name], lora_of(lora, name)
+        r, scale = own.r, scale_of(own)
         if grid is None:
             layout = dora_of(linear) if lora.dora else layout_of(linear)
-            adapted = layout(linear, r=lora.r, scale=scale, dropout=lora.dropout, name=name)
+            adapted = layout(linear, r=r, scale=scale, dropout=lora.dropout, name=name)
         else:
             whole = _require_on_grid(linear, name, grid)
-            adapted = RoundedLinear(whole, r=lora.r, scale=scale, grid=grid, rounds_inputs=rounds_inputs, name=name)
+            adapted = RoundedLinear(whole, r=r, scale=scale, grid=grid, rounds_inputs=rounds_inputs, name=name)
         setattr(module.get_submodule(parent), leaf, adapted)
     if grid is not None:
         return report(module, adapters=len(matched))  # they multiply nothing by A alone
@@ -155,12 +157,31 @@ def _require_on_grid(linear: nn.Module, name: str, grid: Grid) -> nn.Linear:
     return linear
 
 
+def _require_patterns_apply(lora: LoraConfig, matched: Collection[str]) -> None:
+    """Require every pattern of a rank or alpha to be that of an adapted module.
+
+    Raises:
+        ConfigError: one is of none, or of those alone that an earlier one matches.
+    """
+    for key in PATTERNS:
+        patterns: dict[str, Any] = getattr(lora, key)
+        unused = set(patterns).difference(pattern_key(patterns, name) for name in matched)
+        for pattern in sorted(unused):
+            names = {name.rpartition(".")[2] for name in matched}
+            raise ConfigError(
+                f"lora.{key} has {pattern!r}, which applies to no adapted module: it matches none by its whole name or "
+                f"the end of it from a dot on, or an earlier one does. {suggest(pattern, names)}"
+            )
+
+
 def _link_siblings(parent: nn.Module) -> None:
-    """Link the adapters of one module that may read the same tensor."""
+    """Link the adapters of one module that may read the same tensor, of one scale."""
     for names in SAME_INPUT:
         members = [part for part in (getattr(parent, name, None) for name in names) if isinstance(part, LoraLinear)]
-        if len(members) > 1 and len({m.in_features for m in members}) == 1:
-            Siblings.link(members)
+        for scale in dict.fromkeys(member.scale for member in members):
+            alike = [member for member in members if member.scale == scale]
+            if len(alike) > 1 and len({m.in_features for m in alike}) == 1:
+                Siblings.link(alike)
 
 
 def _matched(linears: Mapping[str, nn.Module], targets: list[str]) -> list[str]:
@@ -212,6 +233,7 @@ def adapter_weights(
         grid: integers that the weight is rounded to in training.
     """
     prefix = base.name.removesuffix("weight")
+    lora = lora_of(lora, prefix.removesuffix("."))
     whole = base.tensor.t() if is_transposed else base.tensor
     if lora.init == "pissa":
         weight, a, b = _pissa(whole, r=lora.r, scale=scale_of(lora))
@@ -245,6 +267,7 @@ def folded_weight(
         dtype: in which the model computed in training.
     """
     prefix = base.name.removesuffix("weight")
+    lora = lora_of(lora, prefix.removesuffix("."))
     a, b, scales = (trained[prefix + part].to(torch.float32) for part in (A, B, LEARNT_SCALE))
     phi, first = fixed_point(base.tensor, grid)
     folded, start = (fold(phi, a, each, grid=grid, scale=scale_of(lora), dtype=dtype) for each in (b, 0 * b))

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, has_patterns
 from tpu_experiments.models.adapters.layouts import LoraOfInputHeads, LoraOfOutputHeads, WideLora
 from tpu_experiments.models.adapters.linear import LoraLinear, features_of
 from tpu_experiments.models.adapters.lora import (
@@ -47,6 +48,7 @@ from tpu_experiments.runtime.kernels.attention import has_attention_kernel, read
 from tpu_experiments.runtime.ops import Folding, InPlace, PlaceTensor, apart
 from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
 
+log = logging.getLogger(__name__)
 STARTS = ("pissa", "loftq")
 """Values of `lora.init` whose B A is not zero."""
 MAKE_HEADS, TAKE_HEADS = ("q_proj", "k_proj", "v_proj", "Wqkv"), ("o_proj", "Wo")
@@ -255,6 +257,12 @@ def build_model(
     adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
     _lay_out(module, source, folding, is_packed=is_packed)
+    is_folded = any(is_stack(name) for name, _ in module.named_parameters())
+    if folding is not None and source.model.stack == "scanned" and not is_folded and has_patterns(lora):
+        log.warning(
+            "lora.rank_pattern or lora.alpha_pattern gives the layers different adapters: each layer "
+            "is compiled separately, and all activations are saved for the backward pass, as with model.stack=unrolled"
+        )
     in_place = folding.in_place if folding is not None and is_trained else None
     if in_place is not None:
         pad_weights(module, in_place)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.models.adapters.dora import DoraLinear
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.adapters.lora import (
@@ -177,7 +177,8 @@ def _divided_lengths(model: TrainedModel, name: str, parts: Mapping[str, Tensor]
     else:
         own = {part.removeprefix(prefix): tensor for part, tensor in parts.items()}
         weight = model.format.decode(own, dtype=model.source.dtype)
-    norms = lengths_of_rows(weight, trained[prefix + A], trained[prefix + B], scale=scale_of(model.lora))
+    scale = scale_of(lora_of(model.lora, prefix.removesuffix(".")))
+    norms = lengths_of_rows(weight, trained[prefix + A], trained[prefix + B], scale=scale)
     return Named(prefix + MAGNITUDE, magnitude / norms)
 
 

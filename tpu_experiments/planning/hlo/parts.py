@@ -44,8 +44,8 @@ class Widths:
 
     vocab: int
     hidden: int
-    rank: int
-    """Rank of the adapters; 0 where there are none."""
+    each_rank: frozenset[int]
+    """Ranks of the adapters; empty where there are none."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,7 +60,7 @@ class Widths:
     @property
     def ranks(self) -> frozenset[int]:
         """Ranks of one adapter, and of two or three that read one tensor (models/adapters/linear.py)."""
-        return frozenset(count * self.rank for count in (1, 2, 3) if self.rank)
+        return frozenset(count * rank for count in (1, 2, 3) for rank in self.each_rank)
 
     @property
     def of_projections(self) -> frozenset[int]:
@@ -78,7 +78,9 @@ class Widths:
         return {size, *(size * chips for chips in self.splits)}
 
 
-def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], splits: Collection[int]) -> Widths:
+def widths_of(
+    arch: Any, *, ranks: Collection[int], seq_len: int, trained: Collection[int], splits: Collection[int]
+) -> Widths:
     """Return the sizes of a model that metrics/flops.py supports.
 
     Args:
@@ -90,7 +92,7 @@ def widths_of(arch: Any, *, rank: int, seq_len: int, trained: Collection[int], s
     return Widths(
         vocab=decoder.vocab_size,
         hidden=decoder.hidden,
-        rank=rank,
+        each_rank=frozenset(ranks),
         num_heads=decoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=decoder.head_dim,
@@ -153,7 +155,7 @@ def part_of_product(sizes: tuple[int, int, int, int], *, widths: Widths, in_floa
     Sums over each head, of the attention kernel, are float32 products; those of adapters hardly ever are.
     """
     batches, *edges = sizes
-    sums_heads = in_float32 and widths.num_heads in edges and widths.num_heads != widths.rank
+    sums_heads = in_float32 and widths.num_heads in edges and widths.num_heads not in widths.each_rank
     if batches > 1 or sums_heads:
         return "attention"
     whole = [widths.whole(edge) for edge in edges]

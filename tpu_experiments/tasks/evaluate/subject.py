@@ -56,7 +56,7 @@ class Subject:
             return None
         if self.kind == "adapter":
             tensors = read_adapter(self.place, has_head=True).tensors
-            return _for_reduced_base(tensors, r=self.config.lora.r) if self.config.lora.init == "pissa" else tensors
+            return _for_reduced_base(tensors) if self.config.lora.init == "pissa" else tensors
         max_held_bytes = self.config.checkpoint.max_copy_gib * 2**30
         if self.kind == "model":
             return read_model(self.place, max_held_bytes=max_held_bytes)
@@ -225,11 +225,12 @@ def _start_of(lineage: Mapping[str, Any] | None, config: Config, *, run: str) ->
     return point
 
 
-def _for_reduced_base(tensors: Mapping[str, Tensor], *, r: int) -> dict[str, Tensor]:
+def _for_reduced_base(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return A and B for the base that PiSSA reduced: of the exported B A - B0 A0 the first r of 2 r."""
     found = dict(tensors)
-    found |= {name: each[:r] for name, each in tensors.items() if name.endswith("lora_A")}
-    return found | {name: each[:, :r].contiguous() for name, each in tensors.items() if name.endswith("lora_B")}
+    found |= {name: each[: len(each) // 2] for name, each in tensors.items() if name.endswith("lora_A")}
+    halves = {name: each[:, : each.shape[1] // 2] for name, each in tensors.items() if name.endswith("lora_B")}
+    return found | {name: half.contiguous() for name, half in halves.items()}
 
 
 def _with_adapter(subject: Subject, adapter: str) -> Subject:

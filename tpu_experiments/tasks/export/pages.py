@@ -3,6 +3,7 @@
 from typing import Any
 
 from tpu_experiments.config.identity import values_of_run
+from tpu_experiments.config.model_schema import has_patterns, ranks_of
 from tpu_experiments.export.card import Card, is_hub_id
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import objective_class
@@ -33,7 +34,8 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
         double_quant=model.base_double_quant,
         dtype=str(subject.source.dtype if form == "peft" else subject.dtype).removeprefix("torch."),
         runs_code=model.remote_code == "run",
-        rank=parts * lora.r,
+        rank=parts * max(ranks_of(lora), default=0),
+        has_patterns=has_patterns(lora),
         is_dora=lora.dora,
         datasets=[source.path for source in sources if is_hub_id(source.path)],
         # Where one source is not limited to a language, those of the others are not all.

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.hardware import flags_of
+from tpu_experiments.config.model_schema import ranks_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.objectives.base import trained_flops
@@ -136,8 +137,8 @@ def read(run: Traced, program: Lowered, compiled: Compiled) -> Planned:
     """Return one program with its memory, work and time."""
     is_training = program.name == "train"
     flops = trained_flops(run.config, run.arch, seq_len=program.shape[-1]) if is_training else None
-    rank, trained = run.config.lora.r, run.trained
-    widths = widths_of_step(program, run.arch, rank=rank, trained=trained) if is_training else None
+    ranks, trained = ranks_of(run.config.lora), run.trained
+    widths = widths_of_step(program, run.arch, ranks=ranks, trained=trained) if is_training else None
     return planned(program, compiled, hw=run.config.hw, trained=trained, flops=flops, widths=widths)
 
 

@@ -12,6 +12,7 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import OPEN, is_open
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
+from tpu_experiments.config.model_schema import ranks_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.config.tuned import value_of
@@ -204,7 +205,7 @@ def line_of(config: Config, tried: Tried) -> Line:
         hw=config.hw.name,
         row_tokens=rows.seq_len,
         micro_tokens=rows.micro_rows * rows.seq_len,
-        rank=config.lora.r,
+        rank=max(ranks_of(config.lora), default=0),
         targets=tuple(config.lora.targets),
         settings=settled,
         tokens_per_second=round(tokens / tried.step_seconds / config.hw.num_devices, 1),
