@@ -23,6 +23,9 @@ ROWS, SEQ_LEN = 2, 64
         pytest.param("gemma3_270m", "layer_inputs", "all_linear_r8", marks=pytest.mark.slow),
         pytest.param("gemma3_270m", "layer_inputs", "none", marks=pytest.mark.slow),
         *(pytest.param("gemma3_270m", r, "all_linear_r8", marks=pytest.mark.slow) for r in ("none", "save_dots")),
+        pytest.param("smollm3_3b", "layer_inputs", "all_linear_r8", marks=pytest.mark.slow),
+        ("phi4_mini", "layer_inputs", "all_linear_r8"),
+        ("gemma4_e2b", "none", "all_linear_r8"),
     ],
 )
 def test_the_program_has_the_products_that_are_counted(model: str, remat: str, lora: str) -> None:
@@ -44,7 +47,8 @@ def test_the_program_has_the_products_that_are_counted(model: str, remat: str, l
     sizes = read_decoder(arch)
     # Plain attention computes all T x T scores, not the causal half.
     causal = flops.attention / 3
-    every = 4.0 * sizes.num_heads * sizes.head_dim * sizes.num_layers * SEQ_LEN
+    wide = getattr(sizes, "wide_dim", sizes.head_dim)
+    every = 4.0 * sizes.num_heads * SEQ_LEN * sum(sizes.head_dim if window else wide for window in sizes.windows)
     again = {"none": 0.0, "layer_inputs": 1.0}.get(remat, 0.5)
     expected = flops.total + (3 + again) * (every - causal)
     assert found / (ROWS * SEQ_LEN) == pytest.approx(expected, rel=1e-9)

@@ -44,6 +44,9 @@ VALUES = {
     | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16}
     | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
     | {"head_dim": 8},
+    "gemma4_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "global_head_dim": 32}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 4096},
     "glm4_moe": ROUTED | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "minimax_m2": ROUTED | {"num_local_experts": 4},
     "phi3": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | LONG},
@@ -52,6 +55,7 @@ VALUES = {
 HELD = {
     "apertus": "model.layers.1.mlp.act_fn.beta",
     "deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
+    "gemma4_text": "model.layers.1.layer_scalar",
     "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
     "minimax_m2": "model.layers.1.mlp.e_score_correction_bias",
 }

@@ -90,7 +90,7 @@ FAMILIES = (
     Family("Phi", "phi", values=FULL),
     Family("Phi-3", "phi3"),
     Family("OLMo 2", "olmo2"),
-    Family("SmolLM 3", "smollm3"),
+    Family("SmolLM 3", "smollm3", values={"no_rope_layers": [1, 0]}),
     Family("Granite", "granite"),
     Family("Falcon", "falcon", attention="eager", values={"num_kv_heads": 4}),
     Family("GPT-2", "gpt2", values=dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),

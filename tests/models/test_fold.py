@@ -29,6 +29,9 @@ MODELS = {
     "qwen05b": ["model.tiny_arch.num_hidden_layers=3"],
     # a period of four: three layers of Gated DeltaNet, one of attention
     "qwen35_08b": [],
+    # a period of four: three layers with RoPE, one without
+    "smollm3_3b": [],
+    "phi4_mini": [],
     # a period of two, and one layer left over
     "gemma3_270m": [
         "model.tiny_arch.num_hidden_layers=5",
@@ -92,6 +95,8 @@ def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict
         ("gemma3_270m", "all_linear_r8"),
         ("qwen05b", "none"),
         pytest.param("qwen35_08b", "all_linear_r8", marks=pytest.mark.slow),
+        pytest.param("smollm3_3b", "all_linear_r8", marks=pytest.mark.slow),
+        ("phi4_mini", "all_linear_r8"),  # with LongRoPE, whose modules change their buffers
     ],
 )
 def test_folded_is_plain(gradients_of, model, lora):

@@ -174,3 +174,9 @@ def test_the_copy_has_every_kind_of_layer():
     assert copy.layer_types == kinds
     assert copy.num_hidden_layers == 6
     assert copy.sliding_window < 9
+
+
+def test_the_copy_has_layers_with_and_without_rope():
+    copy = small_copy(source_of("smollm3").config)
+    assert copy.no_rope_layers == [1, 1, 1, 0]
+    assert copy.num_hidden_layers == 4

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from tests.config.composing import composed
 from tests.planning.examples import MISTRAL, TARGETS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.config.model_schema import LoraConfig, is_target
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.models.huggingface import config_from_arch
 
@@ -21,6 +21,7 @@ SMALL = {
     "vocab_size": 500,
     "sliding_window": 16,
 }
+KINDS = ["sliding_attention", "full_attention"]
 VARIANTS = {
     "llama": {},
     "mistral": {},
@@ -29,6 +30,8 @@ VARIANTS = {
     "gemma3_text": {},
     "bitnet": {},
     "mistral tied": {"tie_word_embeddings": True},
+    "smollm3": {"pad_token_id": 0},
+    "phi3": {"pad_token_id": 0},
 }
 
 
@@ -122,3 +125,47 @@ def test_encoders_count_to_the_digit(model: str, parameters: int) -> None:
         module = AutoModelForMaskedLM.from_config(config_from_arch(dict(arch)))
     assert sum(p.numel() for p in module.parameters()) == parameters
     assert read_decoder(arch).parameters == read_decoder(module.config).parameters == parameters
+
+
+GEMMA4 = {
+    "of layers": {},
+    "shared": {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "layer_types": KINDS * 4},
+    "one for keys and values": {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    },
+    "plain": {"hidden_size_per_layer_input": 0},
+}
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+def test_gemma4_counts_as_the_module_does(variant: str) -> None:
+    given = SMALL | {"global_head_dim": 48, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300}
+    given |= GEMMA4[variant]
+    config = AutoConfig.for_model("gemma4_text", **given)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    decoder = read_decoder(config)
+    assert decoder == read_decoder({"model_type": "gemma4_text", **given})
+    assert decoder.parameters == sum(p.numel() for p in module.parameters())
+    assert decoder.matrices == sum(p.numel() for p in module.parameters() if p.ndim == 2)
+    linears = {n: (m.in_features, m.out_features) for n, m in module.named_modules() if type(m) is torch.nn.Linear}
+    for target in ("all-linear", "q_proj", "v_proj", "down_proj", "per_layer_projection"):
+        expected = [shape for name, shape in linears.items() if is_target(name, target)]
+        assert sorted(decoder.adapted([target])) == sorted(expected)
+
+
+def test_a_mixture_counts_as_the_module_does() -> None:
+    given = SMALL | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    config = AutoConfig.for_model("qwen3_moe", **given)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    decoder = read_decoder(config)
+    assert decoder == read_decoder({"model_type": "qwen3_moe", **given})
+    assert decoder.parameters == sum(p.numel() for p in module.parameters())
+    assert len(decoder.adapted(["all-linear"])) == 8 * 4
+    experts = 8 * 6 * 3 * 64 * 40
+    assert sum(decoder.multiplied.values()) == decoder.matrices_of_layers - experts * 4 / 6
+    with pytest.raises(ConfigError, match=r"mlp_only_layers=\[1\]"):
+        read_decoder({"model_type": "qwen3_moe", **given, "mlp_only_layers": [1]})

@@ -56,6 +56,7 @@ MAY_CHANGE = (
     "rollout.max_seconds",
     "sample.prompts",
     "sample.at",
+    "model.lora_targets",
     "output_dir",
     "plugins",
     "trainer.micro_batch_rows",

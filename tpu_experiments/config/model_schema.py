@@ -134,6 +134,8 @@ class ModelConfig:
     """Longest row, in tokens, that `trainer.seq_len=auto` chooses for this model."""
     step_tokens: int = number(default=65536, at_least=8, at_most=2**40)
     """Tokens per optimizer step suited to adapters on this model; `trainer.global_batch_rows` takes precedence."""
+    lora_targets: list[str] = field(default_factory=lambda: [*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS])
+    """Linear modules that the files of `lora` adapt on this model; `lora.targets` takes precedence."""
     arch: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config values; used for `init: random` and to plan without the checkpoint."""
     tiny_arch: dict[str, Any] = field(default_factory=dict)

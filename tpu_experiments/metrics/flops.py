@@ -1,7 +1,8 @@
 """Sizes of a model read from its transformers config, FLOPs of training per token, and the share of the chip's peak.
 
 Known are dense decoders with grouped-query attention and a gated MLP, whose seven projections carry the names q, k,
-v, o, gate, up and down, encoders, xLSTM and Qwen 3.5; any other model type is refused rather than counted wrongly.
+v, o, gate, up and down, or whose q, k and v, and gate and up, are one matrix each, encoders, xLSTM, Qwen 3.5 and
+Gemma 4; any other model type is refused rather than counted wrongly.
 
 A multiply-add is 2 FLOPs. A dense forward pass is 2 N FLOPs per token for N elements of matrices (arXiv 2001.08361,
 table 1), and the backward pass as much again for the gradient of the activations and once more for that of the
@@ -9,8 +10,9 @@ weights. LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N.
 2204.02311, appendix B), but with the causal half that is needed: T / 2 keys per query, not T, fewer with a sliding
 window."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from tpu_experiments.config.errors import ConfigError, suggest
@@ -46,6 +48,8 @@ class Family:
     """RMSNorms over the head size per layer."""
     inner_norms: ClassVar[int] = 0
     """RMSNorms over the MLP's inner size per layer. No field: the digests of stored plans are of the fields."""
+    is_fused: ClassVar[bool] = False
+    """Whether projections that read the same input are one matrix."""
     qkv_bias: bool = False
     tied: bool = False
     """`tie_word_embeddings` where the config does not have it."""
@@ -61,6 +65,13 @@ class BitNetFamily(Family):
     inner_norms: ClassVar[int] = 1
 
 
+@dataclass(frozen=True)
+class FusedFamily(Family):
+    """Queries, keys and values are one matrix, and so are the two that the MLP multiplies its input with."""
+
+    is_fused: ClassVar[bool] = True
+
+
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(window="all"),
@@ -70,6 +81,10 @@ FAMILIES = {
     "eurobert": Family(),
     "bitnet": BitNetFamily(norms=3),
     "qwen3_5_text": Family(head_norms=2),
+    "smollm3": Family(tied=True),
+    "phi3": FusedFamily(window="all"),
+    "qwen3_moe": Family(head_norms=2, window="late"),
+    "gemma4_text": Family(norms=4, head_norms=2, tied=True, window="period"),
 }
 
 
@@ -94,6 +109,10 @@ class Decoder:
         """(in, out) of the matrices of one layer."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        if self.family.is_fused:
+            found = {"qkv_proj": (self.hidden, queries + 2 * keys), "o_proj": (queries, self.hidden)}
+            found |= {"gate_up_proj": (self.hidden, 2 * self.intermediate)}
+            return found | {"down_proj": (self.intermediate, self.hidden)}
         mlp = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
         return dict(zip(ATTENTION_PROJECTIONS + MLP_PROJECTIONS, attention + mlp, strict=True))
 
@@ -106,6 +125,11 @@ class Decoder:
     def matrices_of_layers(self) -> int:
         """Elements of the matrices of all layers."""
         return sum(self.copies[name] * wide * high for name, (wide, high) in self.projections.items())
+
+    @property
+    def multiplied(self) -> dict[str, float]:
+        """Elements of the matrices of all layers that a token is multiplied with."""
+        return {name: float(self.copies[name] * wide * high) for name, (wide, high) in self.projections.items()}
 
     @property
     def embedding(self) -> int:
@@ -165,7 +189,7 @@ class Decoder:
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
             for leaf, shape in self.projections.items():
-                part = "self_attn" if leaf in ATTENTION_PROJECTIONS else "mlp"
+                part = "self_attn" if leaf in (*ATTENTION_PROJECTIONS, "qkv_proj") else "mlp"
                 yield f"model.layers.{layer}.{part}.{leaf}", shape
         yield "lm_head", (self.hidden, self.vocab_size)
 
@@ -442,6 +466,187 @@ def _read_delta(arch: Any) -> DeltaHybrid:
     )
 
 
+@dataclass(frozen=True)
+class Mixture(Decoder):
+    """Sizes of a decoder whose layers have routed experts in the place of an MLP, as Qwen 3's; all are held in memory.
+
+    The matrices of a layer's experts count as two: one that their inputs are multiplied with, one for their outputs.
+    `intermediate` is the width of one expert.
+    """
+
+    experts: int
+    chosen: int
+    """Experts that compute a token."""
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the matrices of one layer."""
+        found = {name: shape for name, shape in super().projections.items() if name in ATTENTION_PROJECTIONS}
+        inner = self.experts * self.intermediate
+        found |= {"gate": (self.hidden, self.experts), "gate_up_proj": (self.hidden, 2 * inner)}
+        return found | {self.last_projection: (inner, self.hidden)}
+
+    @property
+    def multiplied(self) -> dict[str, float]:
+        """Elements of the matrices of all layers that a token is multiplied with, of a token's own experts alone."""
+        share = {name: self.chosen / self.experts for name in ("gate_up_proj", self.last_projection)}
+        return {name: count * share.get(name, 1.0) for name, count in super().multiplied.items()}
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name, shape in super()._linears():
+            if name.rpartition(".")[2] not in ("gate", "gate_up_proj", self.last_projection):  # none is a Linear
+                yield name, shape
+
+
+def _read_mixture(arch: Any, dense: Decoder) -> Mixture:
+    """Read the experts of Qwen 3's mixtures.
+
+    Raises:
+        ConfigError: some layers have no experts, or a size is missing.
+    """
+    step, plain = _value(arch, "decoder_sparse_step"), _value(arch, "mlp_only_layers")
+    if plain or step not in (None, 1):
+        raise ConfigError(
+            f"model.arch.decoder_sparse_step={step} with model.arch.mlp_only_layers={plain}; the FLOPs of layers of "
+            "experts beside dense ones are not counted yet."
+        )
+    names = {field.name: getattr(dense, field.name) for field in fields(dense)}
+    sizes = {"intermediate": "moe_intermediate_size", "experts": "num_experts", "chosen": "num_experts_per_tok"}
+    return Mixture(**names | {name: int(_required(arch, key)) for name, key in sizes.items()})
+
+
+@dataclass(frozen=True)
+class Gemma4(Decoder):
+    """Sizes of Gemma 4's dense text models: two widths of heads, shared keys and values, embeddings of every layer.
+
+    A matrix whose shape differs between layers has a name for each, which ends with that of the module.
+    """
+
+    wide_dim: int
+    """Width of the heads of layers that attend to everything."""
+    wide_kv_heads: int
+    """Heads of keys and values in those layers."""
+    num_sharing: int
+    """Layers, the last ones, that read keys and values of a layer before them."""
+    sharing_intermediate: int
+    """Features inside the MLP of those layers."""
+    keys_are_values: bool
+    """Whether layers that attend to everything have no values of their own."""
+    of_layer: int
+    """Features that the embeddings of a token have for each layer; 0 for none."""
+    of_layer_vocab: int
+    """Rows of those embeddings."""
+
+    def _variant(self, layer: int) -> tuple[bool, bool]:
+        return self.windows[layer] is None, layer >= self.num_layers - self.num_sharing
+
+    def _of_layer(self, layer: int) -> dict[str, tuple[int, int]]:
+        is_wide, shares = self._variant(layer)
+        width = self.wide_dim if is_wide else self.head_dim
+        queries, keys = self.num_heads * width, (self.wide_kv_heads if is_wide else self.num_kv_heads) * width
+        inner = self.sharing_intermediate if shares else self.intermediate
+        kind, size = "wide." if is_wide else "", "sharing." if shares else ""
+        found = {f"{kind}q_proj": (self.hidden, queries), f"{kind}o_proj": (queries, self.hidden)}
+        if not shares:
+            found[f"{kind}k_proj"] = (self.hidden, keys)
+            if not (is_wide and self.keys_are_values):
+                found[f"{kind}v_proj"] = (self.hidden, keys)
+        found |= {f"{size}gate_proj": (self.hidden, inner), f"{size}up_proj": (self.hidden, inner)}
+        found |= {f"{size}down_proj": (inner, self.hidden)}
+        if self.of_layer:
+            found |= {"per_layer_input_gate": (self.hidden, self.of_layer)}
+            found |= {"per_layer_projection": (self.of_layer, self.hidden)}
+        return found
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the matrices of layers of every kind, and of that which makes embeddings for all layers."""
+        found: dict[str, tuple[int, int]] = {}
+        for layer in range(self.num_layers):
+            found |= self._of_layer(layer)
+        made = {"per_layer_model_projection": (self.hidden, self.num_layers * self.of_layer)}
+        return found | (made if self.of_layer else {})
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Number of layers that have each of `projections`."""
+        found = Counter(name for layer in range(self.num_layers) for name in self._of_layer(layer))
+        return dict(found | Counter({"per_layer_model_projection": 1} if self.of_layer else {}))
+
+    @property
+    def matrices(self) -> int:
+        """Elements of all matrices, a tied head once."""
+        return super().matrices + self.of_layer_vocab * self.num_layers * self.of_layer
+
+    @property
+    def vectors(self) -> int:
+        """Elements of norms; the scalars of layers are no parameters."""
+        norms = (4 + (self.of_layer > 0)) * self.hidden
+        count = self.hidden + self.of_layer
+        for layer in range(self.num_layers):
+            is_wide, shares = self._variant(layer)
+            count += norms + (1 if shares else 2) * (self.wide_dim if is_wide else self.head_dim)
+        return count
+
+    def attention(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
+        each = ((self.wide_dim if window is None else self.head_dim, window) for window in self.windows)
+        return sum(
+            4.0 * self.num_heads * width * mean_keys(seq_len, window=window, causal=causal) for width, window in each
+        )
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for layer in range(self.num_layers):
+            for name, shape in self._of_layer(layer).items():
+                leaf = name.rpartition(".")[2]
+                part = "self_attn." if leaf in ATTENTION_PROJECTIONS else "mlp." if leaf in MLP_PROJECTIONS else ""
+                yield f"model.layers.{layer}.{part}{leaf}", shape
+        yield "lm_head", (self.hidden, self.vocab_size)
+
+
+def _read_gemma4(arch: Any) -> Gemma4:
+    """Read the sizes of a dense text model of Gemma 4, with the defaults of transformers 5.23.
+
+    Raises:
+        ConfigError: it has experts, or a size is missing.
+    """
+    values: Mapping[str, Any] = arch if hasattr(arch, "get") else arch.to_dict()
+    if values.get("enable_moe_block"):
+        raise ConfigError("model.arch.enable_moe_block=true; the FLOPs of Gemma 4's experts are not counted yet.")
+    layers = int(_required(values, "num_hidden_layers"))
+    period = ["sliding_attention"] * 5 + ["full_attention"]
+    kinds = [*(values.get("layer_types") or [period[n % 6] for n in range(layers)])[:-1], "full_attention"]
+    width, heads = int(values.get("head_dim") or 256), int(_required(values, "num_key_value_heads"))
+    inner, sharing = int(_required(values, "intermediate_size")), int(values.get("num_kv_shared_layers") or 0)
+    equal = bool(values.get("attention_k_eq_v"))
+    of_one = {str(n): each for n, each in (values.get("per_layer_config") or {}).items()}
+    wide = next((of_one.get(str(n), {}) for n, kind in enumerate(kinds) if kind == "full_attention"), {})
+    if values.get("per_layer_config") is None:
+        wide = {"head_dim": values.get("global_head_dim") or 512}
+        wide |= {"num_key_value_heads": values.get("num_global_key_value_heads")} if equal else {}
+    of_layer = values.get("hidden_size_per_layer_input")
+    tied = values.get("tie_word_embeddings")
+    return Gemma4(
+        hidden=int(_required(values, "hidden_size")),
+        intermediate=inner,
+        num_layers=layers,
+        num_heads=int(_required(values, "num_attention_heads")),
+        num_kv_heads=heads,
+        head_dim=width,
+        vocab_size=int(_required(values, "vocab_size")),
+        tied=True if tied is None else bool(tied),
+        windows=tuple(None if kind == "full_attention" else int(values.get("sliding_window") or 512) for kind in kinds),
+        family=FAMILIES["gemma4_text"],
+        wide_dim=int(wide.get("head_dim") or width),
+        wide_kv_heads=int(wide.get("num_key_value_heads") or heads),
+        num_sharing=sharing,
+        sharing_intermediate=inner * (2 if values.get("use_double_wide_mlp") else 1),
+        keys_are_values=equal,
+        of_layer=256 if of_layer is None else int(of_layer),
+        of_layer_vocab=int(values.get("vocab_size_per_layer_input") or 262144),
+    )
+
+
 def _required(arch: Any, name: str) -> Any:
     value = _value(arch, name)
     if value is None:
@@ -450,7 +655,7 @@ def _required(arch: Any, name: str) -> Any:
 
 
 def read_decoder(arch: Any) -> Decoder:
-    """Read the sizes from `model.arch` or from a transformers config, of an encoder, xLSTM or Qwen 3.5 too.
+    """Read the sizes from `model.arch` or from a transformers config, of an encoder, xLSTM, Qwen 3.5 or Gemma 4 too.
 
     Raises:
         ConfigError: the model type is not supported here, or a size is missing.
@@ -462,6 +667,8 @@ def read_decoder(arch: Any) -> Decoder:
         return _read_recurrent(arch)
     if kind == "qwen3_5_text":
         return _read_delta(arch)
+    if kind == "gemma4_text":
+        return _read_gemma4(arch)
     family = FAMILIES.get(kind)
     if family is None:
         raise ConfigError(
@@ -473,7 +680,7 @@ def read_decoder(arch: Any) -> Decoder:
         raise ConfigError(f"model.arch.{missing[0]} is not set; task=plan counts from {', '.join(REQUIRED)}; set it.")
     hidden, heads = int(_value(arch, "hidden_size")), int(_value(arch, "num_attention_heads"))
     tied = _value(arch, "tie_word_embeddings")
-    return Decoder(
+    found = Decoder(
         hidden=hidden,
         intermediate=int(_value(arch, "intermediate_size")),
         num_layers=int(_value(arch, "num_hidden_layers")),
@@ -485,6 +692,7 @@ def read_decoder(arch: Any) -> Decoder:
         windows=_windows(arch, family),
         family=family,
     )
+    return _read_mixture(arch, found) if kind == "qwen3_moe" else found
 
 
 def _value(arch: Any, name: str) -> Any:
@@ -767,7 +975,7 @@ def flops_of_token(
     """
     decoder = read_decoder(arch)
     names = lora.targets if lora.r else []
-    layers, head = 2.0 * decoder.matrices_of_layers, 2.0 * decoder.embedding
+    layers, head = 2.0 * sum(decoder.multiplied.values()), 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
     adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.adapter_parameters(lora)
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names))
@@ -794,9 +1002,9 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     """
     is_last_read = decoder.family.norms > 2 or lora.dora
     again = {
-        name: decoder.copies[name] * wide * high
-        for name, (wide, high) in decoder.projections.items()
-        if name not in how.saved and (name != decoder.last_projection or is_last_read)
+        name: elements
+        for name, elements in decoder.multiplied.items()
+        if name.rpartition(".")[2] not in how.saved and (name != decoder.last_projection or is_last_read)
     }
     targets, twice = lora.targets if lora.r else [], lora.dora and lora.dropout > 0
     linears = decoder.adapted_by_name(targets).items()

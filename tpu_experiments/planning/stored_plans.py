@@ -37,6 +37,7 @@ SHAPES_NOTHING = (
     "model.arch",
     "model.tiny_arch",
     "model.lr",
+    "model.lora_targets",
     "optim.lr",
     "sharding.name",
     "sharding.max_replicated_elements",

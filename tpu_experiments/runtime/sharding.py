@@ -26,8 +26,11 @@ ABSMAX = "_absmax"
 """Suffix of the slot with the scales of the 8-bit codes in the slot without it (optim/blockwise.py)."""
 SPLIT_AS_WEIGHTS = (*SIDE_TENSORS[:2], MAGNITUDE, LEARNT_SCALE)
 """Scales with an entry for each output feature, or for each output feature and block; DoRA's lengths of rows."""
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Ends of the names of a mixture's matrices, which are one parameter for all experts of a layer."""
 SAME_PLACE = {
     "backbone.embeddings.": "embed_tokens.",
+    "embed_tokens_per_layer.": "embed_tokens.",
     ".mlstm_layer.q.": ".q_proj.",
     ".mlstm_layer.k.": ".k_proj.",
     ".mlstm_layer.v.": ".v_proj.",
@@ -40,9 +43,13 @@ SAME_PLACE = {
     ".linear_attn.in_proj_qkvz.": ".v_proj.",
     ".linear_attn.in_proj_z.": ".v_proj.",
     ".linear_attn.out_proj.": ".o_proj.",
+    ".self_attn.qkv_proj.": ".q_proj.",
+    ".mlp.gate_up_proj.": ".gate_proj.",
+    ".experts.gate_up_proj": ".gate_proj.weight",
+    ".experts.down_proj": ".down_proj.weight",
 }
-"""Parts of the names of an xLSTM and of Gated DeltaNet layers, and of those under which rules for Transformers apply to
-the same matrices: of the same place and orientation. Their gates of one number a head have none."""
+"""Parts of the names of an xLSTM, of Gated DeltaNet layers, Phi-3, Gemma 4 and experts, and of those under which rules
+for Transformers apply to the same matrices: of the same place and orientation. Gates of one number a head have none."""
 
 
 class ShardingTable:
@@ -98,7 +105,8 @@ class ShardingTable:
         for glob, given in self.rules.items():
             if not name or not _matches(glob, name):
                 continue
-            if is_adapter_part(name) and len(shape) == len(given) + 1:  # packed adapters (models/adapters/packed.py)
+            is_stacked = is_adapter_part(name) or name.endswith(EXPERTS)  # models/adapters/packed.py, parts/experts.py
+            if is_stacked and len(shape) == len(given) + 1:
                 return (None, *self._axes(name, shape[1:]))
             if len(given) != len(shape):
                 raise ConfigError(f"sharding.rules[{glob!r}]={given} has {len(given)} entries but {name} is {shape}.")

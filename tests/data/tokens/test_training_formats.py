@@ -139,7 +139,7 @@ def test_reasoning_of_families_whose_own_templates_drop_it(name, expected):
         assert '"name": "caută"' in found[0]
 
 
-@pytest.mark.parametrize("preset", ["qwen3_06b", "qwen3_8b"])
+@pytest.mark.parametrize("preset", ["qwen3_06b", "qwen3_8b", "qwen3_30b_a3b"])
 @pytest.mark.parametrize("conversation", ["a call", "reasoning", "calls and reasoning", "in turns"])
 def test_the_presets_of_qwen3_train_tools_and_reasoning(preset, conversation):
     """As they are, equal to TRL's, all answers in one document."""

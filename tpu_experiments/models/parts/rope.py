@@ -23,6 +23,8 @@ from tpu_experiments.runtime.patches import patched_attribute
 
 log = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
+CHANGED = ("longrope", "dynamic")
+"""Types of RoPE whose modules replace their frequencies, in place, according to the longest row that they are given."""
 FLASH = "segment_kernel"
 """Key of parts/attention.py in transformers' attention table, whose function alone fetches what is deferred here. A
 name containing `flash` makes transformers look for a CUDA package."""
@@ -64,10 +66,15 @@ def with_rope_in_kernel(module: nn.Module, compute: Callable[[], Result]) -> Res
         if has_attention_kernel() and type(module) not in _applies_rope_itself
         else []
     )
+
+    def computed() -> Result:
+        with frequencies_kept(module):
+            return compute()
+
     if files:
         try:
             with _rope_deferred(files):
-                result = compute()
+                result = computed()
                 _require_none_pending(type(module).__name__)
                 return result
         except ChangedAfterRotation:
@@ -76,7 +83,26 @@ def with_rope_in_kernel(module: nn.Module, compute: Callable[[], Result]) -> Res
                 "%s changes queries after applying RoPE: the model applies RoPE, not the attention kernel",
                 type(module).__name__,
             )
-    return compute()
+    return computed()
+
+
+@contextmanager
+def frequencies_kept(module: nn.Module) -> Iterator[None]:
+    """Give RoPE that changes its frequencies (`CHANGED`) copies of them inside the block.
+
+    Otherwise the module keeps a value of the trace. One that the body of a loop leaves behind, which several
+    micro-batches or tokens are, ends the process in torch_xla 2.9 (segmentation fault).
+    """
+    parts = [part for part in module.modules() if any(kind in str(getattr(part, "rope_type", "")) for kind in CHANGED)]
+    before = [dict(part._buffers) for part in parts]
+    for part in parts:
+        part._buffers.update({name: None if b is None else b.clone() for name, b in part._buffers.items()})
+    try:
+        yield
+    finally:
+        for part, buffers in zip(parts, before, strict=True):
+            part._buffers.clear()
+            part._buffers.update(buffers)
 
 
 def pending_rotation(query: Tensor, key: Tensor) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.parts.attention import DECODE, FLASH
+from tpu_experiments.models.parts.rope import frequencies_kept
 from tpu_experiments.models.passes.draws import drawn
 from tpu_experiments.models.passes.forward import (
     UNFIT,
@@ -555,7 +556,11 @@ def _logits(module: nn.Module, ids_BT: Tensor, *, positions: Tensor, masks: Any,
     first = first_position(module)
     positions = positions + first if first else positions
     given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
-    out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **given)
+    keep: Any = 1
+    if getattr(module.config, "num_kv_shared_layers", 0):  # of a number, these layers would compute its tokens alone
+        keep = torch.full((1,), ids_BT.shape[1] - 1, device=ids_BT.device)
+    with frequencies_kept(module):
+        out = module(input_ids=ids_BT, use_cache=True, logits_to_keep=keep, **given)
     logits_BV: Tensor = out.logits[:, -1]
     return logits_BV
 

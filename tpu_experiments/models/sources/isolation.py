@@ -62,6 +62,8 @@ AT_MOST = {
 }
 """Sizes of the copy. Windows, and lengths from which a model computes something else, are below `LENGTHS`."""
 SHARED = "num_kv_shared_layers"
+ROTATED = "no_rope_layers"
+"""SmolLM 3's and Llama 4's list of layers: 1 where one has RoPE, 0 where it has none."""
 MOST_PARAMETERS = 500_000_000
 """Upper bound for a copy (2 GB): two layers of a model of 7 billion parameters with its widths have 404 million."""
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -454,7 +456,7 @@ def _with(
     own: Mapping[str, str] = config.attribute_map
     layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
     kinds = values.get(own.get("layer_types", "layer_types"))
-    period = min(layers, _layers_of_every_kind(kinds))
+    period = min(layers, max(map(_layers_of_every_kind, (kinds, values.get(ROTATED)))))
     fewest = period
     if values.get(SHARED):  # the last layers read keys and values of the last one of their kind before them
         fewest = min(layers, 2 * period)
