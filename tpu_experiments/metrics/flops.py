@@ -63,6 +63,12 @@ FAMILIES = {
     "eurobert": Family(),
     "bitnet": BitNetFamily(norms=3),
     "qwen3_5_text": Family(head_norms=2),
+    **dict.fromkeys(("smollm3", "granite", "ministral3"), Family()),
+    **dict.fromkeys(("gemma", "ernie4_5"), Family(tied=True)),
+    **dict.fromkeys(("cohere", "cohere2"), Family(norms=1, tied=True)),
+    "gemma2": Family(norms=4, tied=True),
+    "seed_oss": Family(qkv_bias=True),
+    "exaone4": Family(head_norms=2),
 }
 
 

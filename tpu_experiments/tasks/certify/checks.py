@@ -81,5 +81,5 @@ def verdict_of(checks: Sequence[Check]) -> Verdict:
     verdicts = {check.verdict for check in checks}
     for worst in ("failed", "refused", "right"):
         if worst in verdicts:
-            return worst  # type: ignore[return-value]  # one of the three
+            return worst
     return "not checked"
