@@ -63,8 +63,10 @@ from tpu_experiments.sweeping.launcher import PointLauncher
 from tpu_experiments.training.given import foreign_data, require_given
 
 log = logging.getLogger(__name__)
-LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check")
+LOADING = ("train", "pack", "evaluate", "generate", "serve", "export", "resume_check", "certify")
 """Tasks that import torch, torch_xla and transformers, which takes 8 s on one core, before their first log line."""
+PLANNED = ("plan", "certify")
+"""Tasks that compile for a machine that need not be here."""
 ON_THE_HOST = ("prepare", "tokenizer", "export")
 """Tasks that use no chips, so that a machine without them can do them for one that has them."""
 
@@ -132,7 +134,7 @@ def run(config: Config) -> None:
         config = with_earlier_name(config, earlier=earlier_name(config))
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
-    is_planned = config.task.name == "plan"
+    is_planned = config.task.name in PLANNED
     hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
     needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
     if config.task.name == "train" and config.hw.chip is not None:

@@ -24,51 +24,39 @@ import textwrap
 import time
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from tpu_experiments.config.errors import ConfigError, one_line
-from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
-from tpu_experiments.config.task_schema import ChoiceConfig
-from tpu_experiments.export.peft import write_adapter
-from tpu_experiments.models.adapters.lora import adapted_weights, require_read_by_peft
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.rope import row_limits
-from tpu_experiments.models.passes.forward import capped, has_plain_head, hidden_of, logits_of, soft_cap_of
-from tpu_experiments.models.passes.generation import Decoder
-from tpu_experiments.models.sources.build import BuiltModel, build_model, describe
-from tpu_experiments.models.sources.frozen import build_frozen
+from tpu_experiments.models.sources.build import describe
 from tpu_experiments.models.sources.isolation import require_isolation, require_left_padding
-from tpu_experiments.objectives.next_token import next_token_loss
-from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.ops import Folding, python_loop
-from tpu_experiments.runtime.stacked import hugging_face_names, unstacked
+from tpu_experiments.tasks.certify.numerics import (
+    DOCUMENTS,
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    SmallCheckpoint,
+    alone,
+    rows_of,
+    write_random,
+)
 
 ATTENTIONS = ("flash", "sdpa", "eager")
-DOCUMENTS = (19, 11)
-"""Tokens of the two documents, longer than any window of the small configs, and unequal."""
-PADDING = 2
-TOLERANCE = 1e-5
-"""Of the largest logit."""
-GRADIENT_TOLERANCE = 1e-4
-"""Of the largest of a tensor's gradients, which have more sums behind them than logits."""
-FOLDING = Folding(loop=python_loop)
-NEW, BUCKET = 8, 16
-"""Tokens that are generated, and slots of the prompt: some are padding."""
+ADAPTERS = LoraConfig(r=4, alpha=8.0, targets=["all-linear"])
 VOCABULARY = 320
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
@@ -257,94 +245,18 @@ def _is_computed(kind: type, name: str) -> bool:
     return isinstance(getattr(kind, name, None), property)
 
 
-def written(config: PretrainedConfig, folder: Path) -> PreTrainedModel:
-    """Write a checkpoint of weights and buffers that move logits; return it as transformers reads it."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3)
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        for name, tensor in model.state_dict().items():
-            if name not in own and tensor.is_floating_point():
-                tensor.add_(torch.rand_like(tensor), alpha=0.05)
-    model.save_pretrained(folder)
-    return read_back(folder)
-
-
-def read_back(folder: Path) -> PreTrainedModel:
-    """Read a checkpoint by transformers, with the plainest attention that its class has."""
-    for attention in ("eager", "sdpa", None):
-        chosen = {} if attention is None else {"attn_implementation": attention}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **chosen)
-        except ValueError:
-            if attention is None:
-                raise
-            continue
-        whole: PreTrainedModel = model.eval()
-        return whole
-    raise AssertionError
-
-
-def rows_of(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Draw a row of documents of these lengths, with padding behind them."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, VOCABULARY - 5, (1, sum(lengths)), generator=generator, dtype=torch.int32)
-    padding = torch.zeros(1, PADDING, dtype=torch.int32)
-    segments = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths, start=1)])[None].int()
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].int()
-    parts = {"ids": ids, "positions": positions, "segments": segments, "learn": torch.ones_like(ids)}
-    return {name: torch.cat([part, padding], dim=1) for name, part in parts.items()}
-
-
-def alone(model: nn.Module, rows: Mapping[str, Tensor]) -> Tensor:
-    """Return what transformers computes for each document by itself, (T, V)."""
-    segments = rows["segments"][0]
-    parts = [rows["ids"][:, segments == number].long() for number in segments[segments > 0].unique()]
-    with torch.no_grad():
-        return torch.cat([model(input_ids=part, use_cache=False).logits[0] for part in parts])
-
-
-def apart(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference as a share of the largest value; infinite where one is NaN."""
-    found = float((ours - theirs).abs().max() / theirs.abs().max())
-    return found if found == found else float("inf")
-
-
-class Case:
+class Case(SmallCheckpoint):
     """One type's checkpoint, as the product loads it."""
 
     def __init__(self, model_type: str, folder: Path, reference: PreTrainedModel) -> None:
-        self.model_type, self.folder, self.reference = model_type, folder, reference
+        super().__init__(folder, reference, name=model_type, lora=ADAPTERS)
+        self.vocabulary = VOCABULARY
         self.found: dict[str, Any] = {"refusals": {}}
-        self.targets = ["all-linear"]
-
-    def source(self, attention: str) -> HuggingFaceModel:
-        """Return the source of the checkpoint."""
-        model = ModelConfig(name=self.model_type, path=str(self.folder), dtype="float32", attention=attention)
-        return HuggingFaceModel(model, seed=0)
-
-    def built(self, source: HuggingFaceModel, *, r: int, folding: Folding | None) -> BuiltModel:
-        """Build the model in plain torch, or with its layers in a loop, with adapters that change the logits."""
-        lora = LoraConfig(r=r, alpha=2.0 * max(r, 1), targets=self.targets)
-        made = build_model(source, lora=lora, seed=0, place=lambda tensor, name: tensor, folding=folding)
-        made.module.eval()
-        with torch.no_grad():
-            for name, tensor in made.trainable.items():
-                if name.endswith("lora_B"):
-                    names = hugging_face_names(name)
-                    tensor.copy_(torch.cat([drawn(each, tensor) for each in names]).view_as(tensor))
-        return made
 
     def compare(self) -> dict[str, Any]:
         """Try every attention on packed rows, then on rows of one document."""
-        for lengths in (DOCUMENTS, DOCUMENTS[:1]):
-            is_packed = len(lengths) > 1
-            rows = rows_of(lengths)
+        for is_packed in (True, False):
+            rows = self.rows(is_packed=is_packed)
             expected = alone(self.reference, rows)
             if not bool(expected.isfinite().all()):
                 return self.found | {"outcome": "no config", "why": "transformers' own logits are not finite"}
@@ -367,21 +279,14 @@ class Case:
 
     def _attend(self, attention: str, key: str, rows: dict[str, Tensor], expected: Tensor) -> None:
         source = self.source(attention)
-        is_document = rows["segments"][0] > 0
         describe(source, lora=LoraConfig(r=0))  # in the order of tasks/setup.py
         for name, limit in row_limits(source.config).items():
             if rows["ids"].shape[1] > limit:
                 raise ConfigError(f"trainer.seq_len={rows['ids'].shape[1]} is longer than allowed ({name}={limit}).")
         require_isolation(source, is_packed=bool(rows["segments"].max() > 1))
-        plain = self.built(source, r=0, folding=None)
         differences: dict[str, float] = self.found.setdefault("apart", {})
-        with torch.no_grad():
-            ours = logits_of(plain.module, plain.trainable, rows)[0][is_document]
-            differences[key] = apart(ours, expected)
-            if has_plain_head(plain.module):
-                hidden, head = hidden_of(plain.module, plain.trainable, rows)
-                logits = capped(hidden @ head.T, soft_cap_of(plain.module))[0][is_document]
-                differences[f"{key} head"] = apart(logits, expected)
+        for name, value in self.logits_apart(self.built(source), rows, expected).items():
+            differences[key if name == "logits" else f"{key} {name}"] = value
         if "attention" in self.found:
             return
         self.found["attention"] = attention
@@ -391,102 +296,32 @@ class Case:
             except ConfigError as error:
                 self.found["refusals"][name] = str(error)
         if "adapter" in self.found["refusals"]:
-            self.targets = attention_leaves(plain.module)
+            self.lora = replace(ADAPTERS, targets=attention_leaves(self.built(source).module))
             with contextlib.suppress(ConfigError):
                 self._adapter(source, rows, expected, differences)
 
     def _folded(
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
     ) -> None:
-        folded = self.built(source, r=0, folding=FOLDING)
-        self.found["folds"] = any("FoldedLayers" in type(part).__name__ for part in folded.module.modules())
-        with torch.no_grad():
-            ours = logits_of(folded.module, folded.trainable, rows)[0][rows["segments"][0] > 0]
-        differences["folded"] = apart(ours, expected)
+        differences["folded"], self.found["folds"] = self.folds(source, rows, lora=None)
 
     def _generated(
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
     ) -> None:
         """Compare the likeliest tokens after a prompt with those that transformers computes without a cache."""
         require_left_padding(source)
-        prompt = rows["ids"][0, : DOCUMENTS[1]].tolist()
-        module = build_frozen(source, lora=LoraConfig(r=0), trained={}, place=lambda tensor, name: tensor)
-        how = {"num_rows": 1, "max_new_tokens": NEW, "tokens_per_call": 4, "seed": 0}
-        decoder = Decoder(module, runtime=EagerRuntime(HwConfig(num_threads=1)), choice=ChoiceConfig(), **how)
-        *_, (ours,) = decoder.stream([prompt], draws=[0], bucket=BUCKET)
-        theirs = torch.tensor([prompt])
-        with torch.no_grad():
-            for _ in range(NEW):
-                logits = self.reference(input_ids=theirs, use_cache=False).logits[:, -1:]
-                theirs = torch.cat([theirs, logits.argmax(-1)], dim=1)
-        differences["generated"] = float(ours != theirs[0, len(prompt) :].tolist())
+        ours, theirs = self.generates(source, rows["ids"][0, : DOCUMENTS[1]].tolist())
+        differences["generated"] = float(ours != theirs)
 
     def _adapter(
         self, source: HuggingFaceModel, rows: dict[str, Tensor], expected: Tensor, differences: dict[str, float]
     ) -> None:
-        built = self.built(source, r=4, folding=None)
-        require_read_by_peft(built.module, LoraConfig(r=4, targets=self.targets))
-        self.found["targets"] = sorted({name.split(".")[-2] for name in adapted_weights(built.module)})
-        with torch.no_grad():
-            ours = logits_of(built.module, built.trainable, rows)[0][rows["segments"][0] > 0]
-        whole = self._with_adapter(source, built)
-        theirs = alone(whole, rows)
-        differences["adapter"] = apart(ours, theirs)
-        self.found["adapter moves"] = apart(theirs, expected)
-        ours_by_name = gradients(built, rows)
-        if isinstance(whole, peft.PeftModel):
-            differences["gradients"] = self._gradients_apart(source, whole, rows, ours_by_name)
-
-    def _gradients_apart(
-        self, source: HuggingFaceModel, whole: nn.Module, rows: Mapping[str, Tensor], ours: Mapping[str, Tensor]
-    ) -> float:
-        """Return the largest difference of gradients from PEFT's, as a share of each tensor's largest."""
-        segments = rows["segments"][0]
-        named = dict(whole.named_parameters())
-        theirs = {name: named[peft_name(source.outer_name(name))] for name in ours}
-        for parameter in theirs.values():
-            parameter.requires_grad_(True)
-        loss = torch.zeros(())
-        for number in segments[segments > 0].unique():
-            ids = rows["ids"][:, segments == number].long()
-            logits = whole(input_ids=ids, use_cache=False).logits[0]
-            loss = loss + torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
-        found = torch.autograd.grad(loss, list(theirs.values()), allow_unused=True)
-        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=True)}
-        largest = max(float(g.abs().max()) for g in by_name.values())
-        shares = [
-            float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
-            for name, grad in by_name.items()
-        ]
-        return max(share if share == share else float("inf") for share in shares)
-
-    def _with_adapter(self, source: HuggingFaceModel, built: BuiltModel) -> nn.Module:
-        """Return transformers' model with the adapter as PEFT reads it; merged where PEFT does not take the model."""
-        lora = LoraConfig(r=4, alpha=8.0, targets=self.targets)
-        values = {source.outer_name(name): tensor for name, tensor in built.trainable.items()}
-        with tempfile.TemporaryDirectory() as place:
-            write_adapter(
-                place,
-                parameters=values,
-                initial={},
-                lora=lora,
-                base_path=str(self.folder),
-                revision=None,
-                is_transposed=any(adapted_weights(built.module).values()),
-            )
-            try:
-                whole: nn.Module = peft.PeftModel.from_pretrained(read_back(self.folder), place)
-                return whole.eval()
-            except Exception as error:  # PEFT's own, of a model that it does not know
-                self.found["peft"] = one_line(error, most=300)
-        merged = read_back(self.folder)
-        for name, is_transposed in adapted_weights(built.module).items():
-            outer = source.outer_name(name)
-            path = outer.removesuffix(".weight")
-            delta = values[f"{path}.lora_B"] @ values[f"{path}.lora_A"] * 2.0
-            with torch.no_grad():
-                merged.get_parameter(outer).add_(delta.T if is_transposed else delta)
-        return merged
+        found = self.adapts(source, rows, expected)
+        self.found |= {"targets": found.targets, "adapter moves": found.moves}
+        self.found |= {"peft": found.peft} if found.peft else {}
+        differences["adapter"] = found.logits
+        if found.gradients is not None:
+            differences["gradients"] = found.gradients
 
 
 def attention_leaves(module: nn.Module) -> list[str]:
@@ -495,38 +330,15 @@ def attention_leaves(module: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linears if "att" in name.rpartition(".")[0]})
 
 
-def drawn(name: str, like: Tensor) -> Tensor:
-    """Draw B of one layer by its name."""
-    shape = like.shape[-2:]
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator) * 0.05
-
-
-def gradients(built: BuiltModel, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the row's loss under Hugging Face's names."""
-    with torch.autograd.set_multithreading_enabled(False):
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in built.trainable.items()}
-        sums, _ = next_token_loss(built.module, leaves, rows)
-        found = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
-    named = zip(leaves, found, strict=True)
-    return unstacked({name: torch.zeros_like(leaves[name]) if g is None else g for name, g in named})
-
-
-def peft_name(name: str) -> str:
-    """Return PEFT's name of an adapter's parameter in a model that it wraps."""
-    path, _, part = name.rpartition(".")
-    return f"base_model.model.{path}.{part}.default.weight"
-
-
 def tried(model_type: str) -> dict[str, Any]:
     """Compare one type in this process."""
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_CACHE_HOME"] = f"{place}/cache"  # no check is skipped because it passed before
         try:
             config = small_config(model_type)
-            reference = written(config, Path(place))
+            reference = write_random(config, Path(place))
             count = sum(p.numel() for p in reference.parameters())
-            alone(reference, rows_of(DOCUMENTS[:1]))
+            alone(reference, rows_of(DOCUMENTS[:1], vocabulary=VOCABULARY))
         except Exception as error:  # each class checks and computes in its own way
             return {"outcome": "no config", "why": one_line(error, most=300), "where": traceback.format_exc()[-1500:]}
         case = Case(model_type, Path(place), reference)

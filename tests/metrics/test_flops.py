@@ -277,3 +277,38 @@ def test_classifiers_have_the_products_that_are_counted(model: str) -> None:
     if model == "longformer_base":  # all pairs of tokens again, for those that are global
         outside += 3 * 4.0 * arch.hidden_size * arch.num_hidden_layers * SEQ_LEN
     assert found == pytest.approx(flops.total + outside, rel=1e-9)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "smollm3",
+        "granite",
+        "ministral3",
+        "gemma",
+        "gemma2",
+        "ernie4_5",
+        "cohere",
+        "cohere2",
+        "seed_oss",
+        "exaone4",
+        "llama",
+        "qwen2",
+        "qwen3",
+    ],
+)
+def test_a_dense_decoder_has_the_matrices_that_are_counted(model_type: str) -> None:
+    """Every parameter of transformers' class with its default sizes, and the Linear modules that LoRA may adapt."""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]()
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    sizes = read_decoder(config)
+    assert sizes.parameters == sum(p.numel() for p in module.parameters())
+    linears = {n: (m.in_features, m.out_features) for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    assert dict(sizes._linears()) == linears

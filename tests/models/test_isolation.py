@@ -180,3 +180,14 @@ def test_the_copy_has_layers_with_and_without_rope():
     copy = small_copy(source_of("smollm3").config)
     assert copy.no_rope_layers == [1, 1, 1, 0]
     assert copy.num_hidden_layers == 4
+
+
+def test_a_copy_may_keep_the_form_of_rope_and_the_width_of_a_head():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config = source_of("phi3", rope_parameters={**rope, "original_max_position_embeddings": 4096}).config
+    plain, own = small_copy(config), small_copy(config, keeps_rope=True)
+    assert (plain.rope_parameters["rope_type"], own.rope_parameters["rope_type"]) == ("default", "longrope")
+    assert plain.hidden_size // plain.num_attention_heads == 64
+    assert own.hidden_size // own.num_attention_heads == config.hidden_size // config.num_attention_heads == 96
+    assert (plain.max_position_embeddings, own.max_position_embeddings) == (64, config.max_position_embeddings)
+    assert own.num_hidden_layers == 2

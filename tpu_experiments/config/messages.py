@@ -75,8 +75,8 @@ The same name and config resume the run where it stopped; the same name with ano
 Exit codes:
    0  finished
    1  failed; the message and the log say why; of task=resume_check: the resumed run differs; of task=doctor: training
-      would not start; of a sweep: a point failed
-   2  refused: something in the command, the config or the data; nothing was run or written
+      would not start; of task=certify: a check failed; of a sweep: a point failed
+   2  refused: something in the command, the config or the data; nothing was run or written (task=certify writes a page)
   75  stopped on request (Ctrl-C, SIGTERM, preemption) after a checkpoint, or by a TPU that stopped working; the same
       command resumes
 

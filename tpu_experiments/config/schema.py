@@ -23,6 +23,7 @@ from tpu_experiments.config.places import place
 from tpu_experiments.config.rollout_schema import RolloutConfig
 from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
+    CertifyTaskConfig,
     DoctorTaskConfig,
     EvaluateTaskConfig,
     ExportTaskConfig,
@@ -531,6 +532,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_serve": ServeTaskConfig,
         "base_report": ReportTaskConfig,
         "base_doctor": DoctorTaskConfig,
+        "base_certify": CertifyTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base_export": ExportTaskConfig,
         "base_quantize": QuantizeTaskConfig,

@@ -186,6 +186,51 @@ def doctoring_problems(task: TaskConfig) -> list[str]:
     return problems
 
 
+# ---- certify ------------------------------------------------------------------------------------------------
+
+CERTIFIED = (
+    "isolation",
+    "logits",
+    "weights",
+    "adapter",
+    "folded",
+    "export",
+    "generation",
+    "step",
+    "tokenizer",
+    "chat",
+    "tools",
+    "reasoning",
+)
+"""Names of the checks of task=certify, in the order of its page."""
+
+
+@dataclass
+class CertifyTaskConfig(TaskConfig):
+    """Settings of task=certify."""
+
+    checks: list[str] = field(default_factory=list)
+    """Names of the checks to make; empty makes all."""
+    machines: list[str] = field(default_factory=list)
+    """Machines of conf/hw for which the step is planned, beside that of `hw=`."""
+    method: str = choice("auto", "compiled", "analytic", default="auto")
+    """How the step is planned, as `task.method` of task=plan: `compiled` by the TPU's own compiler, `analytic` by
+    formulas, `auto` by the compiler if libtpu is installed."""
+    compile_minutes: float = number(default=10.0, above=0)
+    """Minutes after which the compilation of one machine's step is ended, and formulas plan it; the page says so."""
+
+
+def certifying_problems(task: TaskConfig) -> list[str]:
+    """Return invalid settings of task=certify; none for another task."""
+    if not isinstance(task, CertifyTaskConfig):
+        return []
+    return [
+        f"task.checks has {name!r}; there is no such check. {suggest(name, CERTIFIED)}"
+        for name in task.checks
+        if name not in CERTIFIED
+    ]
+
+
 # ---- evaluate -----------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def write_model(
     config: PretrainedConfig,
     architecture: str,
     dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     shapes: Mapping[str, Tensor] | None = None,
     max_shard_bytes: float = math.inf,
     generation: str | None = None,
@@ -41,6 +41,7 @@ def write_model(
     Args:
         tensors: cast to `dtype`, buffers and those of a quantised model to the data types of `shapes`.
         architecture: class name, for `architectures` in config.json.
+        tokenizer: None writes none.
         shapes: tensors of the same names and shapes in the order of `tensors`, which is then consumed with one file's
             tensors in memory at a time; None: all tensors are held in memory.
         max_shard_bytes: bytes of tensors in a file; where there are more, there are several files and an index.
@@ -68,7 +69,8 @@ def write_model(
     paths.write_text_atomic(paths.join(folder, "config.json"), json.dumps(values, indent=2))
     if generation is not None:
         paths.write_text_atomic(paths.join(folder, GENERATION_CONFIG), generation)
-    write_tokenizer(folder, tokenizer, config=config, lines=lines)
+    if tokenizer is not None:
+        write_tokenizer(folder, tokenizer, config=config, lines=lines)
     return digests
 
 

@@ -85,6 +85,12 @@ FAMILIES = {
     "phi3": FusedFamily(window="all"),
     "qwen3_moe": Family(head_norms=2, window="late"),
     "gemma4_text": Family(norms=4, head_norms=2, tied=True, window="period"),
+    **dict.fromkeys(("granite", "ministral3"), Family()),
+    **dict.fromkeys(("gemma", "ernie4_5"), Family(tied=True)),
+    **dict.fromkeys(("cohere", "cohere2"), Family(norms=1, tied=True)),
+    "gemma2": Family(norms=4, tied=True),
+    "seed_oss": Family(qkv_bias=True),
+    "exaone4": Family(head_norms=2),
 }
 
 

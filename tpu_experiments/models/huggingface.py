@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as library_log
 
 from tpu_experiments.config.errors import ConfigError, one_line, suggest
+from tpu_experiments.config.messages import path_of_model
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
@@ -801,6 +802,31 @@ def local_path(model: ModelConfig) -> Path | None:
     return folder.resolve() if folder is not None and folder.is_dir() else None
 
 
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
+"""Patterns of a checkpoint's files without weights."""
+
+
+def with_small_files(model: ModelConfig) -> ModelConfig:
+    """Return the model with the folder of its config and tokenizer in the place of a Hub id; no weights are fetched.
+
+    A preset of conf/model whose files the Hub does not give stays as it is: its config is `model.arch`.
+
+    Raises:
+        ConfigError: there is no such folder, or the Hub did not give another's files.
+    """
+    if model.init == "random" or model.size == "tiny":
+        return model
+    require_checkpoint(model.path)
+    if local_path(model) is not None:
+        return model
+    try:
+        return replace(model, path=str(_fetched(model, *SMALL_FILES)), revision=None)
+    except ConfigError:
+        if model.path != path_of_model(model.name):
+            raise
+        return model
+
+
 def _local_folder(model: ModelConfig) -> Path:
     """Return the checkpoint's folder; a Hub id is downloaded into the Hub's cache.
 
@@ -811,14 +837,20 @@ def _local_folder(model: ModelConfig) -> Path:
     """
     require_checkpoint(model.path)
     local = local_path(model)
-    if local is not None:
-        return local
+    return _fetched(model, "*.safetensors", *SMALL_FILES) if local is None else local
+
+
+def _fetched(model: ModelConfig, *patterns: str) -> Path:
+    """Download files of a Hub id into the Hub's cache, with Python files where `model.remote_code=run`.
+
+    Raises:
+        ConfigError: the download failed.
+    """
     from huggingface_hub import constants, snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
-        patterns += ["*.py"] if model.remote_code == "run" else []
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+        wanted = [*patterns, *(["*.py"] if model.remote_code == "run" else [])]
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
     except Exception as error:  # the Hub client raises a dozen types: offline, gated, missing, no space
         if NO_SPACE.search(str(error)):
             raise ConfigError(

@@ -57,9 +57,9 @@ def require_given(config: Config) -> None:
     for name in config.data if task.name in READING or selects_data else ():
         with noted():
             _require_source(config, name)
-    if task.name in (*TRAINING, "prepare"):
+    if task.name in (*TRAINING, "prepare", "certify"):
         with noted():
-            _require_model(config.model, is_read=task.name in TRAINING)
+            _require_model(config.model, is_read=task.name != "prepare")
     if task.name in TRAINING:
         for key, file in config.questions.values():
             with noted():

@@ -90,7 +90,7 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
     if passed.exists():
         return
     try:
-        module, reference = _copies(source)
+        check_isolation(source, is_packed=is_packed)
     except Unchecked as error:
         if is_packed:
             raise ConfigError(
@@ -101,10 +101,21 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         log.warning("%s: the attention of %s was not checked, since transformers computes no small copy (%s)",
                     name, kind, error)  # fmt: skip
         return
+    record(passed)
+
+
+def check_isolation(source: HuggingFaceModel, *, is_packed: bool) -> dict[str, float]:
+    """Return the `differences` of a copy of a model's config, whatever has passed before; nothing is recorded.
+
+    Raises:
+        Unchecked: transformers computes no copy.
+        ConfigError: they are not what the objective needs.
+    """
+    module, reference = _copies(source)
     with _refused_as_misfit(source):
         moved = differences(module, reference, source=source, is_packed=is_packed)
     _require_unmoved(moved, source=source)
-    record(passed)
+    return moved
 
 
 def _require_unmoved(moved: Mapping[str, float], *, source: HuggingFaceModel) -> None:
@@ -164,7 +175,7 @@ def _copies(source: HuggingFaceModel) -> tuple[nn.Module, nn.Module]:
     for copied in (small_copy, shallow_copy):
         try:
             config = copied(source.config)
-            _require_small(config, source)
+            require_small(config, source)
             reference = _module(config, source, is_plain=True)
             _require_finite(reference)
         except UNFIT as error:
@@ -196,10 +207,19 @@ def require_left_padding(source: HuggingFaceModel) -> None:
     passed = _record_of(source, use="padding in front")
     if passed.exists():
         return
-    try:
-        module, reference = _copies(source)
-    except Unchecked:
-        return  # the answers' first program says what it cannot compute
+    with suppress(Unchecked):  # the answers' first program says what it cannot compute
+        check_left_padding(source)
+        record(passed)
+
+
+def check_left_padding(source: HuggingFaceModel) -> None:
+    """Check what `require_left_padding` requires, whatever has passed before; nothing is recorded.
+
+    Raises:
+        Unchecked: transformers computes no copy.
+        ConfigError: padding in front of a prompt changes its logits.
+    """
+    module, reference = _copies(source)
     ids = _random_ids(LENGTHS[0])
     padding = torch.zeros(PADDING, dtype=torch.int64)
     row = {
@@ -222,7 +242,6 @@ def require_left_padding(source: HuggingFaceModel) -> None:
             f"({moved:.2g} of the largest apart), which prompts of unequal length need; use model.attention=eager, or "
             "transformers' generate."
         )
-    record(passed)
 
 
 def record(passed: Path) -> None:
@@ -372,7 +391,7 @@ def packed_row(ids: Tensor, *, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     return {"ids": torch.cat([ids, padding])[None], "positions": positions[None], "segments": segments[None]}
 
 
-def _require_small(config: PretrainedConfig, source: HuggingFaceModel) -> None:
+def require_small(config: PretrainedConfig, source: HuggingFaceModel) -> None:
     """Require a copy to be small.
 
     Raises:
@@ -420,23 +439,40 @@ def _randomise(parameter: nn.Parameter) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a config of the same class with few, narrow layers of every kind that the model has."""
+def small_copy(config: PretrainedConfig, *, keeps_rope: bool = False, periods: int = 1) -> PretrainedConfig:
+    """Return a config of the same class with few, narrow layers of every kind that the model has.
+
+    Args:
+        keeps_rope: the width of a head, the form of RoPE and the longest row are the model's own.
+        periods: how often the first layers that have every kind are there.
+    """
     own: Mapping[str, str] = config.attribute_map
     values = config.to_dict()
     heads = next((values[own.get(name, name)] for name in HEADS if isinstance(values.get(own.get(name, name)), int)), 1)
     groups = values.get("num_key_value_heads") or heads
     shared = min(groups, 2)
     kept = shared * min(heads // groups, 2)
-    small: dict[str, Any] = {**dict.fromkeys(HEADS, kept), **dict.fromkeys(WIDTHS, WIDTH * kept)}
-    small |= {"num_key_value_heads": shared, "head_dim": WIDTH}
+    width = _width_of_head(values, own=own, heads=heads) if keeps_rope else WIDTH
+    small: dict[str, Any] = {**dict.fromkeys(HEADS, kept), **dict.fromkeys(WIDTHS, width * kept)}
+    small |= {"num_key_value_heads": shared, "head_dim": width}
     for name, most in AT_MOST.items():
         value = values.get(own.get(name, name))
+        if keeps_rope and name == "max_position_embeddings":
+            continue
         if isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(value, most)
         elif isinstance(value, list) and all(isinstance(each, int) for each in value):
             small[name] = [min(each, most) for each in value]
-    return _with(small, config=config, values=_with_plain_rope(values), is_wide=False)
+    values = values if keeps_rope else _with_plain_rope(values)
+    return _with(small, config=config, values=values, is_wide=False, periods=periods)
+
+
+def _width_of_head(values: Mapping[str, Any], *, own: Mapping[str, str], heads: int) -> int:
+    """Return the width of a model's heads; `WIDTH` where its config does not say it by the usual names."""
+    stated, hidden = values.get(own.get("head_dim", "head_dim")), values.get(own.get("hidden_size", "hidden_size"))
+    if isinstance(stated, int):
+        return stated
+    return hidden // heads if isinstance(hidden, int) else WIDTH
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
@@ -446,7 +482,7 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _with(
-    small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any], is_wide: bool
+    small: Mapping[str, Any], *, config: PretrainedConfig, values: dict[str, Any], is_wide: bool, periods: int = 1
 ) -> PretrainedConfig:
     """Return a config of few layers with some values replaced, where it has them at all.
 
@@ -457,7 +493,7 @@ def _with(
     layers = int(values.get(own.get("num_hidden_layers", "num_hidden_layers")) or FEWEST_LAYERS)
     kinds = values.get(own.get("layer_types", "layer_types"))
     period = min(layers, max(map(_layers_of_every_kind, (kinds, values.get(ROTATED)))))
-    fewest = period
+    fewest = min(layers, periods * period)
     if values.get(SHARED):  # the last layers read keys and values of the last one of their kind before them
         fewest = min(layers, 2 * period)
         small = {**small, SHARED: fewest - period}
@@ -466,7 +502,7 @@ def _with(
             values[own.get(name, name)] = value
     for name, value in values.items():
         if isinstance(value, list) and len(value) == layers:
-            values[name] = (value[:period] * 2)[:fewest] if isinstance(kinds, list) else value[:fewest]
+            values[name] = (value[:period] * max(periods, 2))[:fewest] if isinstance(kinds, list) else value[:fewest]
     own_of_layers = values.pop("per_layer_config", None)
     if own_of_layers is not None and is_wide:
         values["per_layer_config"] = {n: own for n, own in own_of_layers.items() if int(n) < fewest}

@@ -85,20 +85,36 @@ def require_loaded(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: boo
     passed = _record_of(source, lora=lora, is_packed=is_packed)
     if passed.exists():
         return
+    done = check_loaded(source, lora=lora, is_packed=is_packed)
+    if done.reason:
+        log.warning("check of the loaded model against transformers: skipped (%s)", done.reason)
+        return
+    log.info("check of the loaded model against transformers: %s", done)
+    record(passed)
+
+
+def check_loaded(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> "Comparison":
+    """Compare a loaded checkpoint with transformers, whatever has passed before; nothing is recorded.
+
+    Returns:
+        What was compared, or the reason why nothing was.
+
+    Raises:
+        ConfigError: as of `require_loaded`.
+    """
+    skipped = _skip_reason(source)
+    if skipped:
+        return Comparison(Part(0, 0, 0), reason=skipped)
     text = f"model.path={source.model.path}"
     done = _compared(source, lora=lora, is_packed=is_packed)
-    if done.reason:
-        if not done.is_fault:
-            log.warning("check of the loaded model against transformers: skipped (%s)", done.reason)
-            return
+    if done.reason and done.is_fault:
         raise ConfigError(f"{text}; transformers {transformers.__version__} {done.reason}; {ADVICE}.")
-    if not done.apart <= TOLERANCE:
+    if not done.reason and not done.apart <= TOLERANCE:
         raise ConfigError(
             f"{text}; as it is loaded here it computes other logits than transformers {transformers.__version__} does "
             f"from the same files: {done}; {ADVICE}."
         )
-    log.info("check of the loaded model against transformers: %s", done)
-    record(passed)
+    return done
 
 
 def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
@@ -126,7 +142,7 @@ def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class Comparison:
     """Outcome of a comparison."""
 
     part: Part
@@ -145,7 +161,7 @@ class _Compared:
         )
 
 
-def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> _Compared:
+def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) -> Comparison:
     """Compare as much of a model as the host's memory holds.
 
     Raises:
@@ -155,14 +171,14 @@ def _compared(source: HuggingFaceModel, *, lora: LoraConfig, is_packed: bool) ->
     needed, free = 5 * part.nbytes // 4, psutil.virtual_memory().available
     if needed > free:
         memory = f"{needed / 2**30:.1f} GiB of host memory, {free / 2**30:.1f} GiB are free"
-        return _Compared(part, reason=f"{part} need {memory}")
+        return Comparison(part, reason=f"{part} need {memory}")
     try:
         apart = difference(source, part, lora=lora, is_packed=is_packed)
     except ConfigError:
         raise
     except (*UNFIT, OSError) as error:
-        return _Compared(part, reason=f"cannot compute with {part} ({one_line(error)})", is_fault=part.is_whole)
-    return _Compared(part, apart, time.monotonic() - began)
+        return Comparison(part, reason=f"cannot compute with {part} ({one_line(error)})", is_fault=part.is_whole)
+    return Comparison(part, apart, time.monotonic() - began)
 
 
 def _skip_reason(source: HuggingFaceModel) -> str:

@@ -154,7 +154,7 @@ class TransformersModel:
             )
         if stored.get("quant_method") == "bitsandbytes" or "quantization_config" in options:
             options["device_map"] = {"": "cpu"}  # else transformers puts quantised weights on a GPU, if there is one
-        with _quiet():
+        with quiet():
             self.model = auto.from_pretrained(
                 folder, revision=revision, dtype=dtype, trust_remote_code=trust, **options
             )
@@ -202,7 +202,7 @@ class TransformersModel:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leave out progress bars, and what libraries say to those who call them; errors are raised all the same."""
     had_bars, of_bitsandbytes = library_log.is_progress_bar_enabled(), logging.getLogger("bitsandbytes")
     level = of_bitsandbytes.level

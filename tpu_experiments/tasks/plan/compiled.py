@@ -42,13 +42,19 @@ OfOrders = dict[tuple[int, ...], list[Future[Compiled]]]
 """Order of the chips to the compilations of the training programs for it."""
 
 
-def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which: str) -> list[Plan | ConfigError]:
+def compiled_plans(
+    configs: Sequence[Config], settings: PlanTaskConfig, *, which: str, seconds: float | None = None
+) -> list[Plan | ConfigError]:
     """Return a plan for every config, or the error that prevented it.
 
     Args:
         settings: workers, cache of compilations (below the first config's output_dir where none is named), and the
             compiler's environment.
         which: `all` or `train`, the programs that are compiled.
+        seconds: for the compilations, once the programs are traced; None: as long as they take.
+
+    Raises:
+        TimeoutError: they took longer, and were ended.
     """
     folder = compiled_folder(settings, output_dir=configs[0].output_dir)
     traced: list[Traced | ConfigError] = []
@@ -76,7 +82,9 @@ def compiled_plans(configs: Sequence[Config], settings: PlanTaskConfig, *, which
         every = {future for group in futures.values() for future in group}
         every |= {future for orders in of_orders.values() for group in orders.values() for future in group}
         every |= {future for submitted in answers.values() for future in submitted.futures}
-        for future in tqdm(as_completed(every), total=len(every), desc="compiling", leave=False, disable=None):
+        for future in tqdm(
+            as_completed(every, timeout=seconds), total=len(every), desc="compiling", leave=False, disable=None
+        ):
             refusal = future.exception()
             if len(configs) == 1 and isinstance(refusal, ConfigError):
                 compilers.stop()  # the other compilations are not needed

@@ -1,0 +1,127 @@
+"""Forty families on ten machines: a certificate of each, and the table that is made of them.
+
+    python -m tests.benchmarks.families FOLDER [--only TYPE,...] [--machines v5e8,v6e8] [--method analytic]
+    python -m tests.benchmarks.families FOLDER --table
+
+Of each family config.json alone is written, with the sizes that transformers' class has by default, which are those of
+a real model. `task=certify` compares a small copy of it and plans the full-size step (LoRA r=16, rows of 2,048 tokens,
+256 of them a step). Attention, packing and targets are those with which `decoders` found the family right. With
+`--method auto` steps are compiled, and those that take longer than `task.compile_minutes` planned by formulas.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.benchmarks.decoders import IDS
+
+REPOSITORY = Path(__file__).parents[2]
+DECODERS = Path(__file__).with_name("decoders.jsonl")
+MACHINES = ("v5e1", "v5e4", "v5e8", "v5e16", "v6e1", "v6e4", "v6e8", "v6e16", "v4-8", "v5p-8")
+FAMILIES = (
+    *("apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "falcon_h1", "gemma"),
+    *("gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "lfm2"),
+    *("llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "xlstm"),
+)
+CHECKS = ("isolation", "logits", "adapter", "folded", "export", "generation", "step")
+OWN: dict[str, dict[str, Any]] = {"ministral3": {"sliding_window": None}}
+"""Values without which a class's own default is no config."""
+
+
+def words_of(model_type: str, folder: Path) -> list[str]:
+    """Return the settings with which the family is certified."""
+    lines = DECODERS.read_text(encoding="utf-8").splitlines()
+    found = next((each for each in map(json.loads, lines) if each["type"] == model_type), {})
+    words = [f"model.attention={found.get('attention', 'eager')}", f"lora.targets=[{targets_of(found)}]"]
+    packing = "best_fit" if found.get("rows", "packed") == "packed" else "pad"
+    more = [] if packing == "best_fit" else ["prepare.long_documents=truncate"]
+    return [f"model.path={folder}", *words, f"prepare.packing={packing}", *more]
+
+
+def targets_of(found: Mapping[str, Any]) -> str:
+    """Return the Linear modules that PEFT reads of a family."""
+    return ",".join(found.get("targets", ["all-linear"])) if "adapter" in found.get("refusals", {}) else "all-linear"
+
+
+def certify(model_type: str, place: Path, *, machines: Sequence[str], method: str) -> str:
+    """Make the certificate of one family; return what the command printed last."""
+    config = CONFIG_MAPPING[model_type](**IDS, **OWN.get(model_type, {}))
+    folder = place / "configs" / model_type
+    config.save_pretrained(folder)
+    command = ["run.py", "task=certify", "model=qwen05b", *words_of(model_type, folder), f"name={model_type}"]
+    command += ["model.remat=layer_inputs", "model.saved=[]"]  # what every family can do
+    command += ["hw=cpu", f"task.machines=[{','.join(machines)}]", f"task.method={method}"]
+    command += ["trainer.seq_len=2048", "trainer.global_batch_rows=256", "trainer.micro_batch_rows=1", "tuned=off"]
+    command += ["data=sample_text", f"task.checks=[{','.join(CHECKS)}]", f"output_dir={place}"]
+    # Small matrices: threads that wait for one another on busy cores take longer than one alone.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    whole = [sys.executable, *command]
+    done = subprocess.run(whole, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=env)
+    return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+
+
+def table(certificates: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the table: numerics, then thousands of tokens/s a chip and GiB by machine."""
+    machines = list(dict.fromkeys(m for each in certificates.values() for m in steps_of(each)))
+    yield f"| `model_type` | numerics | {' | '.join(machines)} |"
+    yield "|---|---|" + "---|" * len(machines)
+    for model_type, each in sorted(certificates.items()):
+        cells = [cell_of(steps_of(each).get(machine)) for machine in machines]
+        yield f"| `{model_type}` | {numerics_of(each)} | {' | '.join(cells)} |"
+
+
+def steps_of(certificate: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the steps of a certificate by machine."""
+    checks = (check for check in certificate["checks"] if check["name"].startswith("step "))
+    return {check["name"].removeprefix("step "): check for check in checks}
+
+
+def numerics_of(certificate: Mapping[str, Any]) -> str:
+    """Return the verdict of what is no step, with the names of those that are not right."""
+    checks = [check for check in certificate["checks"] if not check["name"].startswith("step")]
+    others = [f"{check['name']} {check['verdict']}" for check in checks if check["verdict"] != "right"]
+    return ", ".join(others) or "right"
+
+
+def cell_of(check: Mapping[str, Any] | None) -> str:
+    """Return one machine's cell."""
+    if check is None or check["verdict"] == "not checked":
+        return ""
+    figures = check["figures"]
+    if check["verdict"] != "right":
+        return "too large" if " GiB a chip" in check["said"] else check["verdict"]
+    speed = figures.get("tokens_per_second_per_chip")
+    shown = f"{speed / 1000:.1f}" if speed is not None else "?"
+    how = "" if figures["method"] == "compiled" else "~"
+    return f"{how}{shown}, {figures['gib']:.1f}"
+
+
+def main() -> None:
+    """Certify the families that the folder lacks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="types, with commas; certified again")
+    parser.add_argument("--machines", default=",".join(MACHINES))
+    parser.add_argument("--method", default="analytic", choices=("analytic", "auto", "compiled"))
+    parser.add_argument("--table", action="store_true", help="print what there is")
+    args = parser.parse_args()
+    place: Path = args.folder.absolute()
+    made = {name: place / "certificates" / name / "certificate.json" for name in FAMILIES}
+    wanted = args.only.split(",") if args.only else [name for name, file in made.items() if not file.exists()]
+    for model_type in () if args.table else wanted:
+        said = certify(model_type, place, machines=args.machines.split(","), method=args.method)
+        print(f"{model_type}: {said}", flush=True)
+    found = {name: json.loads(file.read_text()) for name, file in made.items() if file.exists()}
+    print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
