@@ -1,4 +1,6 @@
-"""A model whose documents change one another, or that looks ahead, is refused before its first run; others are not."""
+"""A model whose documents change one another, or that looks ahead, is refused before its first run; others are not.
+
+Whether text may be written with a cache is found in the same way."""
 
 import pytest
 import torch
@@ -8,12 +10,15 @@ from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models.families import mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.generation import slot_masks
 from tpu_experiments.models.sources.isolation import (
     MOST_PARAMETERS,
+    decodes_with_cache,
     require_isolation,
     require_left_padding,
     small_copy,
 )
+from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 
@@ -174,3 +179,30 @@ def test_the_copy_has_every_kind_of_layer():
     assert copy.layer_types == kinds
     assert copy.num_hidden_layers == 6
     assert copy.sliding_window < 9
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "is_cached"),
+    [
+        ("llama", {"attention": "flash"}, True),
+        ("gemma3_text", {"attention": "flash"}, True),
+        ("gpt2", {}, True),
+        ("xlstm", {}, True),
+        ("marian", {"is_decoder": True}, False),  # positions from a row's first slot
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, False),  # states not known here
+        ("falcon_h1", {}, False),
+    ],
+)
+def test_what_a_cache_writes_is_what_passes_write_or_it_is_not_used(make_config, model_type, values, is_cached):
+    runtime = make_runtime(make_config("hw.runtime=eager"))
+    source = source_of(model_type, **values)
+    for _ in range(2):  # the second time as it is recorded
+        assert decodes_with_cache(source, runtime=runtime) == is_cached
+
+
+def test_a_cache_that_forgets_a_token_is_not_used(make_config, monkeypatch):
+    def without_first(pads_B, *, slot, num_slots, module):
+        return slot_masks(pads_B + 1, slot=slot, num_slots=num_slots, module=module)
+
+    monkeypatch.setattr("tpu_experiments.models.passes.generation.slot_masks", without_first)
+    assert not decodes_with_cache(source_of("llama"), runtime=make_runtime(make_config("hw.runtime=eager")))

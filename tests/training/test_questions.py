@@ -1,8 +1,10 @@
 """Questions are read and refused by one sentence, asked for the likeliest tokens, and scored by exact match."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.training.tiny import built
 from tpu_experiments.config.checks import check
@@ -11,7 +13,9 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.runtime.processes.launch import make_runtime
 from tpu_experiments.training.batches import RunInputs, load_run_tokenizer, program_shapes
-from tpu_experiments.training.questions import Asker, Question, first_sentence, read_questions, scored, skill_fields
+from tpu_experiments.training.cached_sampler import CachedSampler, sampler_of
+from tpu_experiments.training.evaluation import Sampler
+from tpu_experiments.training.questions import Question, ask, first_sentence, read_questions, scored, skill_fields
 
 READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
 
@@ -126,18 +130,29 @@ def test_a_run_without_questions_is_what_it_was(make_config):
 
 
 def test_the_shipped_base_is_asked_before_training(make_config):
-    config = make_config(*READER, "sample.temperature=1.0")
+    config = make_config(*READER)
     tokenizer = load_run_tokenizer(config)
-    questions = {name: each[:4] for name, each in read_questions(config, tokenizer=tokenizer).items()}
+    questions = {name: each[:20] for name, each in read_questions(config, tokenizer=tokenizer).items()}
     runtime = make_runtime(config)
     model = built(config, runtime)
-    parts = {"runtime": runtime, "parameters": model.trainable, "tokenizer": tokenizer, "settings": config.sample}
-    asker = Asker(model.module, **parts)
-    found = asker.ask(questions)
-    assert {name: record.asked for name, record in found.items()} == {"one_person": 4, "several_persons": 4}
-    assert all(0 <= record.whole <= record.right <= 4 for record in found.values())
-    assert all(first_sentence(answer).endswith(".") for record in found.values() for answer in record.shown)
-    assert asker.ask(questions) == found  # the likeliest tokens, whatever the temperature
+    parts = {"runtime": runtime, "tokenizer": tokenizer, "settings": replace(config.sample, temperature=0.0), "seed": 0}
+    cached = sampler_of(model, config, evaluated=model.trainable, **parts)
+    assert isinstance(cached, CachedSampler)
+    passes = Sampler(model.module, parameters=model.trainable, **parts)
+    random = torch.Generator().manual_seed(0)
+    answers = []
+    for _ in range(2):
+        found = ask(cached, questions)  # 40, in two batches
+        assert {name: record.asked for name, record in found.items()} == {"one_person": 20, "several_persons": 20}
+        assert all(0 <= record.whole <= record.right <= 20 for record in found.values())
+        shown = [answer for record in found.values() for answer in record.shown]
+        prompts = [question.ids for each in questions.values() for question in each]
+        answers.append(cached.write(prompts, max_new_tokens=8, rows=32))
+        assert answers[-1] == passes.write(prompts, max_new_tokens=8, rows=32)
+        assert answers[1:] or all(first_sentence(answer).endswith(".") for answer in shown), "it answers in sentences"
+        for tensor in model.trainable.values():
+            tensor += torch.randn(tensor.shape, generator=random) * 0.02
+    assert answers[0] != answers[1], "the adapters are in the copy"
 
 
 @pytest.mark.parametrize(("overrides", "shapes"), [(READER, {(32, 64)}), ((), set())])

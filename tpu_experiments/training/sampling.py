@@ -1,17 +1,20 @@
 """What the model writes in the course of a run: continuations of prompts, and answers to questions."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tpu_experiments.checkpoint.progress import AnswersRecord
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.goodput import Stopwatch
+from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import samples
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.batches import RunInputs
-from tpu_experiments.training.evaluation import Sampler, prompt_ids
-from tpu_experiments.training.questions import Asker
+from tpu_experiments.training.cached_sampler import sampler_of
+from tpu_experiments.training.evaluation import prompt_ids
+from tpu_experiments.training.questions import ask
 
 
 class Prompted:
@@ -19,22 +22,30 @@ class Prompted:
 
     def __init__(
         self,
-        module: nn.Module,
+        model: BuiltModel,
         config: Config,
         *,
         runtime: Runtime,
-        parameters: Mapping[str, Tensor],
+        evaluated: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor] | None,
         inputs: RunInputs,
         watch: Stopwatch,
         between: Callable[[], None],
     ) -> None:
-        """Build the programs of samples and answers; `between` is called before every token."""
+        """Build what writes samples and answers.
+
+        Args:
+            evaluated: parameters, or their averages, as programs are given them (`Trainer.evaluated_parameters`).
+            averages: those of the run's parameters; None without `optim.ema`.
+            between: called before every token.
+        """
         self._inputs, self._watch, self._settings = inputs, watch, config.sample
         self._samples = samples(config)
-        settings, tokenizer = config.sample, inputs.tokenizer
-        parts = {"runtime": runtime, "parameters": parameters, "tokenizer": tokenizer, "between": between}
-        self.sampler = Sampler(module, settings=settings, seed=config.seed, **parts)
-        self.asker = Asker(module, settings=settings, **parts)
+        greedy = replace(config.sample, temperature=0.0)
+        parts = {"runtime": runtime, "evaluated": evaluated, "averages": averages}
+        parts |= {"tokenizer": inputs.tokenizer, "between": between}
+        self.sampler = sampler_of(model, config, settings=config.sample, seed=config.seed, **parts)
+        self.asker = sampler_of(model, config, settings=greedy, seed=0, name="ask", **parts)
 
     def texts(self) -> list[str]:
         """Return a continuation of every prompt; empty where the run writes none."""
@@ -43,11 +54,11 @@ class Prompted:
         with self._watch.measure("eval"):
             inputs, settings = self._inputs, self._settings
             prompts = [prompt_ids(inputs.tokenizer, each, kind=inputs.prompt_kind) for each in settings.all_prompts]
-            return self.sampler.run(prompts, max_new_tokens=settings.max_new_tokens)
+            return self.sampler.write(prompts, max_new_tokens=settings.max_new_tokens, rows=len(prompts))
 
     def answers(self) -> dict[str, AnswersRecord]:
         """Ask every set of questions; return the results."""
         if not self._inputs.questions:
             return {}
         with self._watch.measure("eval"):
-            return self.asker.ask(self._inputs.questions)
+            return ask(self.asker, self._inputs.questions)

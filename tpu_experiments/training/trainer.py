@@ -219,10 +219,11 @@ class Trainer:
         self.step_program = self.seat.step_program(self)
         self.evaluator = self.build_evaluator()
         self.prompted = Prompted(
-            self.model.module,
+            self.model,
             config,
             runtime=runtime,
-            parameters=self.evaluated_parameters,
+            evaluated=self.evaluated_parameters,
+            averages=self.averages,
             inputs=self.inputs,
             watch=self.watch,
             between=self.leave_if_requested,
@@ -283,8 +284,12 @@ class Trainer:
     @cached_property
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
         """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
-        own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
-        return self.seat.evaluated(own)
+        return self.seat.evaluated(self.parameters if self.averages is None else self.averages)
+
+    @cached_property
+    def averages(self) -> Averages | None:
+        """Return the averages of the run's parameters; None without `optim.ema`."""
+        return Averages(self.parameters, self.state) if self.config.optim.ema else None
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""

@@ -29,7 +29,8 @@ from tpu_experiments.tasks.evaluate.ngrams import Ngrams
 from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo_sums
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
-from tpu_experiments.training.evaluation import Sampler, Scorer
+from tpu_experiments.training.cached_sampler import sampler_of
+from tpu_experiments.training.evaluation import Scorer
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import computing_of
@@ -90,10 +91,11 @@ class ModelAndBase:
         self.further: dict[str, dict[str, Sums]] = {}
         """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
         model whose state is current."""
-        self.sampler = Sampler(
-            model.module,
+        self.sampler = sampler_of(
+            model,
+            config,
             runtime=runtime,
-            parameters=self.parameters,
+            evaluated=self.parameters,
             tokenizer=tokenizer,
             settings=replace(config.sample, window=shape[1], temperature=0.0),
             seed=config.seed,
@@ -192,12 +194,7 @@ class ModelAndBase:
 
         Every process takes part.
         """
-        written: list[str] = []
-        for begin in range(0, len(prompts), self.num_written):
-            rows = list(prompts[begin : begin + self.num_written])
-            rows += [rows[-1]] * (self.num_written - len(rows))  # pad to the program's only shape
-            written += self.sampler.run(rows, max_new_tokens=self.max_new_tokens)
-        return written[: len(prompts)]
+        return self.sampler.write(prompts, max_new_tokens=self.max_new_tokens, rows=self.num_written)
 
     def _require(self, trained: Mapping[str, Tensor]) -> None:
         """Require the trained tensors' names to match the model's.
