@@ -84,7 +84,8 @@ def train_ours(given: argparse.Namespace) -> Row:
     words = [sys.executable, "run.py", "experiment=smollm2_orders", "data.orders.test_fraction=0"]
     words += [
         f"data.orders.eval_path={FOLDER / 'known_forms.jsonl'}",
-        "~data.orders.questions",
+        "~data.orders.questions.known_forms",
+        "~data.orders.questions.new_forms",
         "sample.max_new_tokens=0",
     ]
     words += [f"curriculum.stages.main.steps={given.steps}", f"trainer.eval_every_steps={given.steps}"]

@@ -18,7 +18,6 @@ from tpu_experiments.models.sources.isolation import (
     require_left_padding,
     small_copy,
 )
-from tpu_experiments.runtime.processes.launch import make_runtime
 
 pytestmark = pytest.mark.xla  # importing transformers' models imports torch_xla
 
@@ -193,16 +192,15 @@ def test_the_copy_has_every_kind_of_layer():
         ("falcon_h1", {}, False),
     ],
 )
-def test_what_a_cache_writes_is_what_passes_write_or_it_is_not_used(make_config, model_type, values, is_cached):
-    runtime = make_runtime(make_config("hw.runtime=eager"))
+def test_what_a_cache_writes_is_what_passes_write_or_it_is_not_used(model_type, values, is_cached):
     source = source_of(model_type, **values)
     for _ in range(2):  # the second time as it is recorded
-        assert decodes_with_cache(source, runtime=runtime) == is_cached
+        assert decodes_with_cache(source) == is_cached
 
 
-def test_a_cache_that_forgets_a_token_is_not_used(make_config, monkeypatch):
+def test_a_cache_that_forgets_a_token_is_not_used(monkeypatch):
     def without_first(pads_B, *, slot, num_slots, module):
         return slot_masks(pads_B + 1, slot=slot, num_slots=num_slots, module=module)
 
     monkeypatch.setattr("tpu_experiments.models.passes.generation.slot_masks", without_first)
-    assert not decodes_with_cache(source_of("llama"), runtime=make_runtime(make_config("hw.runtime=eager")))
+    assert not decodes_with_cache(source_of("llama"))

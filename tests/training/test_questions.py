@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.runtime.processes.launch import make_runtime
-from tpu_experiments.training.batches import RunInputs, load_run_tokenizer, program_shapes
-from tpu_experiments.training.cached_sampler import CachedSampler, sampler_of
+from tpu_experiments.training.batches import RunInputs, expected_programs, load_run_tokenizer, program_shapes
+from tpu_experiments.training.cached_sampler import CachedSampler, Lengths, Writer, lengths_of
 from tpu_experiments.training.evaluation import Sampler
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.questions import Question, ask, first_sentence, read_questions, scored, skill_fields
 
 READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
@@ -135,10 +137,10 @@ def test_the_shipped_base_is_asked_before_training(make_config):
     questions = {name: each[:20] for name, each in read_questions(config, tokenizer=tokenizer).items()}
     runtime = make_runtime(config)
     model = built(config, runtime)
-    parts = {"runtime": runtime, "tokenizer": tokenizer, "settings": replace(config.sample, temperature=0.0), "seed": 0}
-    cached = sampler_of(model, config, evaluated=model.trainable, **parts)
-    assert isinstance(cached, CachedSampler)
-    passes = Sampler(model.module, parameters=model.trainable, **parts)
+    parts = {"tokenizer": tokenizer, "settings": replace(config.sample, temperature=0.0), "seed": 0}
+    writer = Writer(partial(MergedCopy, model, lora=config.lora, runtime=runtime), runtime=runtime, is_drawn=False)
+    cached = CachedSampler(writer, **parts)
+    passes = Sampler(model.module, runtime=runtime, parameters=model.trainable, **parts)
     random = torch.Generator().manual_seed(0)
     answers = []
     for _ in range(2):
@@ -156,7 +158,34 @@ def test_the_shipped_base_is_asked_before_training(make_config):
 
 
 @pytest.mark.parametrize(("overrides", "shapes"), [(READER, {(32, 64)}), ((), set())])
-def test_questions_are_one_program(make_config, overrides, shapes):
-    config = make_config(*overrides)
+def test_questions_are_one_program_of_passes(make_config, overrides, shapes):
+    config = make_config(*overrides, "hw.runtime=xla")
     inputs = RunInputs(None, {}, resolve_stages(config))
     assert program_shapes(inputs, config, world_size=1)["ask"] == shapes
+
+
+@pytest.mark.parametrize(("words", "merge"), [((), "merge"), (("optim.ema=0.9",), "merge averages")])
+def test_with_a_cache_questions_and_samples_are_three_programs(make_config, words, merge):
+    config = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=12", *words)
+    inputs = RunInputs(None, {}, resolve_stages(config), lengths=Lengths(56, 12))
+    shapes = program_shapes(inputs, config, world_size=1)
+    assert {name: shapes[name] for name in (merge, "read 56", "write 56")} == {
+        merge: {()}, "read 56": {(32, 56)}, "write 56": {(32, 8)},
+    }  # fmt: skip
+    assert not {"sample", "ask"} & shapes.keys()
+    assert expected_programs(inputs, config) == 5
+    assert expected_programs(inputs, make_config(*READER)) == 0, "plain torch compiles nothing"
+
+
+def test_lengths_are_those_of_the_longest_question_and_answer(make_config):
+    config = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=12")
+    tokenizer = load_run_tokenizer(config)
+    how = {"tokenizer": tokenizer, "kind": "chat"}
+    assert lengths_of(config, questions=[(9, 30), (50, 4)], **how) == Lengths(56, 30)
+    assert lengths_of(config, questions=[(3, 4)], **how).new == 12, "the sample's"
+    silent = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=0")
+    assert lengths_of(silent, questions=[(3, 4)], **how) == Lengths(8, 4)
+    assert lengths_of(silent, questions=[], **how) is None
+    for words in (("hw.parallel=spmd", "hw.num_devices=4"), ("hw=v6e1",)):
+        elsewhere = make_config(*READER, "hw.runtime=xla", *words)
+        assert lengths_of(elsewhere, questions=[(3, 4)], **how) is None

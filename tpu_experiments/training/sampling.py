@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpu_experiments.checkpoint.progress import AnswersRecord
 from tpu_experiments.config.schema import Config
 from tpu_experiments.metrics.goodput import Stopwatch
-from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import samples
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.training.batches import RunInputs
-from tpu_experiments.training.cached_sampler import sampler_of
-from tpu_experiments.training.evaluation import prompt_ids
+from tpu_experiments.training.cached_sampler import CachedSampler, Writer
+from tpu_experiments.training.evaluation import Sampler, prompt_ids
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.questions import ask
 
 
@@ -22,12 +23,12 @@ class Prompted:
 
     def __init__(
         self,
-        model: BuiltModel,
+        module: nn.Module,
         config: Config,
         *,
         runtime: Runtime,
         evaluated: Mapping[str, Tensor],
-        averages: Mapping[str, Tensor] | None,
+        copy: Callable[[], MergedCopy],
         inputs: RunInputs,
         watch: Stopwatch,
         between: Callable[[], None],
@@ -36,16 +37,25 @@ class Prompted:
 
         Args:
             evaluated: parameters, or their averages, as programs are given them (`Trainer.evaluated_parameters`).
-            averages: those of the run's parameters; None without `optim.ema`.
+            copy: returns the copy that text is written with where there is a cache.
             between: called before every token.
         """
         self._inputs, self._watch, self._settings = inputs, watch, config.sample
         self._samples = samples(config)
         greedy = replace(config.sample, temperature=0.0)
-        parts = {"runtime": runtime, "evaluated": evaluated, "averages": averages}
-        parts |= {"tokenizer": inputs.tokenizer, "between": between}
-        self.sampler = sampler_of(model, config, settings=config.sample, seed=config.seed, **parts)
-        self.asker = sampler_of(model, config, settings=greedy, seed=0, name="ask", **parts)
+        parts: dict[str, Any] = {"tokenizer": inputs.tokenizer, "between": between}
+        self.sampler: Sampler | CachedSampler
+        self.asker: Sampler | CachedSampler
+        if inputs.lengths is not None:
+            is_drawn = self._samples and config.sample.temperature > 0
+            lengths = None if config.hw.runtime == "eager" else inputs.lengths
+            writer = Writer(copy, runtime=runtime, is_drawn=is_drawn, lengths=lengths)
+            self.sampler = CachedSampler(writer, settings=config.sample, seed=config.seed, **parts)
+            self.asker = CachedSampler(writer, settings=greedy, seed=0, **parts)
+        else:
+            parts |= {"runtime": runtime, "parameters": evaluated}
+            self.sampler = Sampler(module, settings=config.sample, seed=config.seed, **parts)
+            self.asker = Sampler(module, settings=greedy, seed=0, name="ask", **parts)
 
     def texts(self) -> list[str]:
         """Return a continuation of every prompt; empty where the run writes none."""

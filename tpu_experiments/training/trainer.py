@@ -81,6 +81,7 @@ from tpu_experiments.training.exit_test import apply_exit_test
 from tpu_experiments.training.exporting import export_trained
 from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.profiler import Profiler
@@ -219,11 +220,11 @@ class Trainer:
         self.step_program = self.seat.step_program(self)
         self.evaluator = self.build_evaluator()
         self.prompted = Prompted(
-            self.model,
+            self.model.module,
             config,
             runtime=runtime,
             evaluated=self.evaluated_parameters,
-            averages=self.averages,
+            copy=lambda: self.copy,
             inputs=self.inputs,
             watch=self.watch,
             between=self.leave_if_requested,
@@ -284,12 +285,15 @@ class Trainer:
     @cached_property
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
         """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
-        return self.seat.evaluated(self.parameters if self.averages is None else self.averages)
+        own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+        return self.seat.evaluated(own)
 
     @cached_property
-    def averages(self) -> Averages | None:
-        """Return the averages of the run's parameters; None without `optim.ema`."""
-        return Averages(self.parameters, self.state) if self.config.optim.ema else None
+    def copy(self) -> MergedCopy:
+        """Return the copy of the weights that text is written with."""
+        evaluated = self.evaluated_parameters
+        averages = None if evaluated is self.parameters else evaluated
+        return MergedCopy(self.model, lora=self.seat.lora(self), runtime=self.runtime, averages=averages)
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""

@@ -28,7 +28,7 @@ from tpu_experiments.models.parts import attention, experts
 from tpu_experiments.models.passes import forward, generation
 from tpu_experiments.models.passes.forward import UNFIT
 from tpu_experiments.models.passes.generation import Decoder, without_kernel
-from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.ops import python_loop, unconstrained
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 7)
@@ -225,20 +225,17 @@ def require_left_padding(source: HuggingFaceModel) -> None:
     record(passed)
 
 
-def decodes_with_cache(source: HuggingFaceModel, *, runtime: Runtime) -> bool:
+def decodes_with_cache(source: HuggingFaceModel) -> bool:
     """Return whether text written with a cache (passes/generation.py) is what passes over whole rows would write.
 
     It is not of layers whose state is not known there, nor where positions are counted from a row's first slot. The
     answer is recorded, as that of `require_isolation`.
-
-    Args:
-        runtime: in plain torch.
     """
     yes, no = (_record_of(source, use=f"{answer} a cache") for answer in ("with", "without"))
     if not (yes.exists() or no.exists()):
         try:
             require_left_padding(source)
-            found = _writes_alike(_copies(source)[0], runtime=runtime)
+            found = _writes_alike(_copies(source)[0])
         except (Unchecked, *UNFIT):
             found = False
         record(yes if found else no)
@@ -246,11 +243,22 @@ def decodes_with_cache(source: HuggingFaceModel, *, runtime: Runtime) -> bool:
     return yes.exists()
 
 
-def _writes_alike(module: nn.Module, *, runtime: Runtime) -> bool:
+class _Here:
+    """What a decoder asks of a runtime, in plain torch; the run's own may compile, or is not there yet."""
+
+    folding, loop, constrain = None, staticmethod(python_loop), staticmethod(unconstrained)
+
+    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
+        return dict(batch)
+
+    def program(self, function: Any, **_: Any) -> Any:
+        return function
+
+
+def _writes_alike(module: nn.Module) -> bool:
     """Return whether the decoder's tokens behind two prompts, one with padding before it, are the likeliest."""
-    decoder = Decoder(
-        module, runtime=runtime, choice=ChoiceConfig(), num_rows=2, max_new_tokens=6, tokens_per_call=1, seed=0
-    )
+    how: dict[str, Any] = {"num_rows": 2, "max_new_tokens": 6, "tokens_per_call": 1, "seed": 0, "is_alone": False}
+    decoder = Decoder(module, runtime=_Here(), choice=ChoiceConfig(), **how)  # type: ignore[arg-type]
     ids = _random_ids(LENGTHS[0])
     prompts = [ids.tolist(), ids[PADDING:].tolist()]
     found = decoder.complete(prompts, draws=(0, 0), bucket=LENGTHS[0])
