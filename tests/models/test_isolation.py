@@ -1,4 +1,6 @@
-"""A model whose documents change one another, or that looks ahead, is refused before its first run; others are not."""
+"""A model whose documents change one another, or that looks ahead, is refused before its first run; others are not.
+
+Whether text may be written with a cache is found in the same way."""
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.models.families import mlstm
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes.generation import slot_masks
 from tpu_experiments.models.sources.isolation import (
     MOST_PARAMETERS,
+    decodes_with_cache,
     require_isolation,
     require_left_padding,
     small_copy,
@@ -191,3 +195,29 @@ def test_a_copy_may_keep_the_form_of_rope_and_the_width_of_a_head():
     assert own.hidden_size // own.num_attention_heads == config.hidden_size // config.num_attention_heads == 96
     assert (plain.max_position_embeddings, own.max_position_embeddings) == (64, config.max_position_embeddings)
     assert own.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "is_cached"),
+    [
+        ("llama", {"attention": "flash"}, True),
+        ("gemma3_text", {"attention": "flash"}, True),
+        ("gpt2", {}, True),
+        ("xlstm", {}, True),
+        ("marian", {"is_decoder": True}, False),  # positions from a row's first slot
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, False),  # states not known here
+        ("falcon_h1", {}, False),
+    ],
+)
+def test_what_a_cache_writes_is_what_passes_write_or_it_is_not_used(model_type, values, is_cached):
+    source = source_of(model_type, **values)
+    for _ in range(2):  # the second time as it is recorded
+        assert decodes_with_cache(source) == is_cached
+
+
+def test_a_cache_that_forgets_a_token_is_not_used(monkeypatch):
+    def without_first(pads_B, *, slot, num_slots, module):
+        return slot_masks(pads_B + 1, slot=slot, num_slots=num_slots, module=module)
+
+    monkeypatch.setattr("tpu_experiments.models.passes.generation.slot_masks", without_first)
+    assert not decodes_with_cache(source_of("llama"))

@@ -1,6 +1,6 @@
-"""A trainer whose programs leave a line each, and that sends itself SIGTERM at a chosen one.
+"""A trainer whose programs and tokens leave a line each, and that sends itself SIGTERM at a chosen one.
 
-`STRIKE=sample:3` sends it in the third call of the sample's program; `CALLS` is the file of the lines. With `STUCK`
+`STRIKE=sample:3` sends it before the third token of a sample; `CALLS` is the file of the lines. With `STUCK`
 that call never returns to Python, as a compiler may not for minutes.
 """
 
@@ -14,15 +14,15 @@ from tpu_experiments.training.trainer import Trainer
 
 
 class Struck(Trainer):
-    """Trainer of a run that is asked to stop inside an evaluation or a sample."""
+    """Trainer of a run that is asked to stop inside an evaluation or before a token of a sample."""
 
     def build(self) -> None:
         """Build, and count the calls of the programs."""
         super().build()
         calls = Counter[str]()
-        sampler, asker = self.prompted.sampler, self.prompted.asker
-        for name, owner in (("evaluate", self.evaluator), ("sample", sampler), ("ask", asker.sampler)):
-            owner.program = _counted(owner.program, name, calls)
+        self.evaluator.program = _counted(self.evaluator.program, "evaluate", calls)
+        for name, owner in (("sample", self.prompted.sampler), ("ask", self.prompted.asker)):
+            owner.between = _counted(owner.between, name, calls)
         self.step_program = _counted(self.step_program, "train", calls)
 
 

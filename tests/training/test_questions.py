@@ -1,8 +1,11 @@
 """Questions are read and refused by one sentence, asked for the likeliest tokens, and scored by exact match."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 from tests.training.tiny import built
 from tpu_experiments.config.checks import check
@@ -10,8 +13,11 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.runtime.processes.launch import make_runtime
-from tpu_experiments.training.batches import RunInputs, load_run_tokenizer, program_shapes
-from tpu_experiments.training.questions import Asker, Question, first_sentence, read_questions, scored, skill_fields
+from tpu_experiments.training.batches import RunInputs, expected_programs, load_run_tokenizer, program_shapes
+from tpu_experiments.training.cached_sampler import CachedSampler, Lengths, Writer, lengths_of
+from tpu_experiments.training.evaluation import Sampler
+from tpu_experiments.training.merged import MergedCopy
+from tpu_experiments.training.questions import Question, ask, first_sentence, read_questions, scored, skill_fields
 
 READER = ("model=reader", "data=stories_ro", "curriculum=single", "sample.window=64", "hw.runtime=eager")
 
@@ -126,22 +132,60 @@ def test_a_run_without_questions_is_what_it_was(make_config):
 
 
 def test_the_shipped_base_is_asked_before_training(make_config):
-    config = make_config(*READER, "sample.temperature=1.0")
+    config = make_config(*READER)
     tokenizer = load_run_tokenizer(config)
-    questions = {name: each[:4] for name, each in read_questions(config, tokenizer=tokenizer).items()}
+    questions = {name: each[:20] for name, each in read_questions(config, tokenizer=tokenizer).items()}
     runtime = make_runtime(config)
     model = built(config, runtime)
-    parts = {"runtime": runtime, "parameters": model.trainable, "tokenizer": tokenizer, "settings": config.sample}
-    asker = Asker(model.module, **parts)
-    found = asker.ask(questions)
-    assert {name: record.asked for name, record in found.items()} == {"one_person": 4, "several_persons": 4}
-    assert all(0 <= record.whole <= record.right <= 4 for record in found.values())
-    assert all(first_sentence(answer).endswith(".") for record in found.values() for answer in record.shown)
-    assert asker.ask(questions) == found  # the likeliest tokens, whatever the temperature
+    parts = {"tokenizer": tokenizer, "settings": replace(config.sample, temperature=0.0), "seed": 0}
+    writer = Writer(partial(MergedCopy, model, lora=config.lora, runtime=runtime), runtime=runtime, is_drawn=False)
+    cached = CachedSampler(writer, **parts)
+    passes = Sampler(model.module, runtime=runtime, parameters=model.trainable, **parts)
+    random = torch.Generator().manual_seed(0)
+    answers = []
+    for _ in range(2):
+        found = ask(cached, questions)  # 40, in two batches
+        assert {name: record.asked for name, record in found.items()} == {"one_person": 20, "several_persons": 20}
+        assert all(0 <= record.whole <= record.right <= 20 for record in found.values())
+        shown = [answer for record in found.values() for answer in record.shown]
+        prompts = [question.ids for each in questions.values() for question in each]
+        answers.append(cached.write(prompts, max_new_tokens=8, rows=32))
+        assert answers[-1] == passes.write(prompts, max_new_tokens=8, rows=32)
+        assert answers[1:] or all(first_sentence(answer).endswith(".") for answer in shown), "it answers in sentences"
+        for tensor in model.trainable.values():
+            tensor += torch.randn(tensor.shape, generator=random) * 0.02
+    assert answers[0] != answers[1], "the adapters are in the copy"
 
 
 @pytest.mark.parametrize(("overrides", "shapes"), [(READER, {(32, 64)}), ((), set())])
-def test_questions_are_one_program(make_config, overrides, shapes):
-    config = make_config(*overrides)
+def test_questions_are_one_program_of_passes(make_config, overrides, shapes):
+    config = make_config(*overrides, "hw.runtime=xla")
     inputs = RunInputs(None, {}, resolve_stages(config))
     assert program_shapes(inputs, config, world_size=1)["ask"] == shapes
+
+
+@pytest.mark.parametrize(("words", "merge"), [((), "merge"), (("optim.ema=0.9",), "merge averages")])
+def test_with_a_cache_questions_and_samples_are_three_programs(make_config, words, merge):
+    config = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=12", *words)
+    inputs = RunInputs(None, {}, resolve_stages(config), lengths=Lengths(56, 12))
+    shapes = program_shapes(inputs, config, world_size=1)
+    assert {name: shapes[name] for name in (merge, "read 56", "write 56")} == {
+        merge: {()}, "read 56": {(32, 56)}, "write 56": {(32, 8)},
+    }  # fmt: skip
+    assert not {"sample", "ask"} & shapes.keys()
+    assert expected_programs(inputs, config) == 5
+    assert expected_programs(inputs, make_config(*READER)) == 0, "plain torch compiles nothing"
+
+
+def test_lengths_are_those_of_the_longest_question_and_answer(make_config):
+    config = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=12")
+    tokenizer = load_run_tokenizer(config)
+    how = {"tokenizer": tokenizer, "kind": "chat"}
+    assert lengths_of(config, questions=[(9, 30), (50, 4)], **how) == Lengths(56, 30)
+    assert lengths_of(config, questions=[(3, 4)], **how).new == 12, "the sample's"
+    silent = make_config(*READER, "hw.runtime=xla", "sample.max_new_tokens=0")
+    assert lengths_of(silent, questions=[(3, 4)], **how) == Lengths(8, 4)
+    assert lengths_of(silent, questions=[], **how) is None
+    for words in (("hw.parallel=spmd", "hw.num_devices=4"), ("hw=v6e1",)):
+        elsewhere = make_config(*READER, "hw.runtime=xla", *words)
+        assert lengths_of(elsewhere, questions=[(3, 4)], **how) is None

@@ -164,11 +164,9 @@ def _skill_lines(skill: dict[str, Any] | None) -> list[str]:
         ]
     whole = sum(round(score["whole_before"] * score["asked"]) for score in skill["sets"].values())
     asked = sum(score["asked"] for score in skill["sets"].values())
-    return [
-        *lines,
-        f"    the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before; "
-        "in stories of one person they test what is asked, not who",
-    ]
+    more = "; in stories of one person they test what is asked, not who" if "one_person" in skill["sets"] else ""
+    counted = f"the first sentence counts: a base does not stop, and {whole} of {asked} whole answers were right before"
+    return [*lines, f"    {counted}{more}"]
 
 
 def _score(score: dict[str, float], when: str) -> str:

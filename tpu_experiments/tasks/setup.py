@@ -50,6 +50,7 @@ from tpu_experiments.training.batches import (
     stages_with_data,
     steps_by_stage,
 )
+from tpu_experiments.training.cached_sampler import lengths_of
 from tpu_experiments.training.length import new_length
 from tpu_experiments.training.outputs import findings_of
 from tpu_experiments.training.questions import read_questions
@@ -187,7 +188,7 @@ def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:
             written[stage.index] = write_epochs(
                 stage, sources=sources, settings=config.prepare, seed=config.seed, folder=folder
             )
-    return RunInputs(
+    found = RunInputs(
         tokenizer,
         sources,
         stages,
@@ -196,6 +197,9 @@ def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:
         num_parameters=parameters_of_lengths(stages, source=lambda: model_source(config)),
         prompts=prompts_of(config, stages, tokenizer=tokenizer),
     )
+    asked = [(len(each.ids), each.num_new) for questions in found.questions.values() for each in questions]
+    found.lengths = lengths_of(config, tokenizer=tokenizer, questions=asked, kind=found.prompt_kind)
+    return found
 
 
 def prompts_of(config: Config, stages: Sequence[Stage], *, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:

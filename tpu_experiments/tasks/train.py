@@ -309,7 +309,8 @@ def make_outputs(
     if loggers is not None:
         write_provenance(folder, facts)
         write_pages(folder, inputs=inputs, estimates=estimates, loggers=loggers, is_new=not resume_step(folder))
-        log.info("expecting %d compiled programs in all", expected_programs(inputs, config))
+        if num_programs := expected_programs(inputs, config):
+            log.info("expecting %d compiled programs in all", num_programs)
 
     def compile_seconds() -> float:
         return runtime.counters().compile_seconds

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.models.sources.build import BuiltModel, build_model
 from tpu_experiments.runtime.base import Program
@@ -52,6 +53,10 @@ class Alone:
             folding=trainer.runtime.folding,
             is_trained=True,
         )
+
+    def lora(self, trainer: "Trainer") -> LoraConfig:
+        """Return the settings of the adapters that `evaluated` has."""
+        return trainer.config.lora
 
     def evaluated(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the parameters that evaluations use."""

@@ -49,6 +49,7 @@ from tpu_experiments.models.passes.generation import program_shapes as decoder_s
 from tpu_experiments.objectives.base import objective_class, prepared_arrays, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
+from tpu_experiments.training.cached_sampler import Lengths
 from tpu_experiments.training.evaluation import host_tensors
 from tpu_experiments.training.questions import Question
 from tpu_experiments.training.reference import Key, ReferencedRows, Values
@@ -210,6 +211,9 @@ NOISE_STREAM = 2**192
 """First Philox counter of the noise words of dropout; the orders of rows use counters from 0."""
 
 
+Shapes = set[tuple[int, ...]]
+
+
 @dataclass
 class RunInputs:
     """Tokenizer, prepared rows and stages; picklable, and the same in every process."""
@@ -221,6 +225,8 @@ class RunInputs:
     """Written epochs by the index of their stage; used with `loader.order=written`."""
     questions: dict[str, list[Question]] = field(default_factory=dict)
     """Held-out questions of every set, by its name."""
+    lengths: Lengths | None = None
+    """Lengths of what is written with a cache; None where every token takes a pass over the window."""
     start: StartPoint | None = None
     """Source of a warm start; None without one, and for a run that resumes from its own checkpoint."""
     num_parameters: int | None = None
@@ -598,7 +604,8 @@ def evaluation_rows(stages: Sequence[Stage]) -> int:
 def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dict[str, set[tuple[int, ...]]]:
     """Return each program's shapes of token ids in one process, for a whole run, by program name.
 
-    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window, and so do questions.
+    Training takes (A, R, T) of each stage; evaluation one (R, T); the sample its window, and so do questions. With a
+    cache both are read and written by one program each.
     """
     geometries = [stage.geometry for stage in inputs.stages]
     rows = evaluation_rows(inputs.stages) // world_size
@@ -606,10 +613,19 @@ def program_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> dic
         "train": {(g.accumulation, g.micro_rows * g.num_shards // world_size, g.seq_len) for g in geometries},
         "evaluate": {(rows, inputs.eval_seq_len)},
         "reference": _reference_shapes(inputs, config, world_size=world_size),
-        **_rollout_shapes(inputs, config, world_size=world_size),
-        "sample": {(len(config.sample.all_prompts), config.sample.window)} if samples(config) else set(),
-        "ask": {(QUESTION_ROWS, config.sample.window)} if config.questions else set(),
+        **_text_shapes(inputs, config, rollouts=_rollout_shapes(inputs, config, world_size=world_size)),
     }
+
+
+def _text_shapes(inputs: RunInputs, config: Config, *, rollouts: dict[str, Shapes]) -> dict[str, Shapes]:
+    """Return the shapes of rollouts, samples and questions."""
+    if inputs.lengths is None:
+        window = config.sample.window
+        sampled = {(len(config.sample.all_prompts), window)} if samples(config) else set()
+        return rollouts | {"sample": sampled, "ask": {(QUESTION_ROWS, window)} if config.questions else set()}
+    merged: dict[str, Shapes] = {"merge averages" if config.optim.ema else "merge": {()}}
+    own = inputs.lengths.shapes | merged
+    return {name: rollouts.get(name, set()) | own.get(name, set()) for name in (*rollouts, *own)}
 
 
 TOKENS_PER_CALL = 32
@@ -664,5 +680,10 @@ def _reference_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> 
 
 
 def expected_programs(inputs: RunInputs, config: Config) -> int:
-    """Count the compiled programs of a run: one per training shape, evaluation, sample and questions."""
+    """Count the compiled programs of a run: one per training shape, evaluation, sample and questions.
+
+    None are compiled in plain torch.
+    """
+    if config.hw.runtime == "eager":
+        return 0
     return sum(len(shapes) for shapes in program_shapes(inputs, config, world_size=1).values())

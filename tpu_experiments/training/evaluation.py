@@ -2,8 +2,9 @@
 
 Sums stay on the device and are read once at the end. Accuracy and bits per byte (metrics/held_out.py) come from the
 same program as the loss; a trainer with a custom loss reports the loss alone. A sample takes a full forward pass over a
-fixed window for every token, without a cache: fast enough for some dozen tokens, and it uses the live parameters
-(models/passes/generation.py has a cache). Legend: N all rows, G global batch, R prompts, T tokens, V vocabulary.
+fixed window for every token, without a cache: one program, with the live parameters, and fast enough where programs are
+compiled (cached_sampler.py has a cache, for plain torch on a CPU). Legend: N all rows, G global batch, R prompts,
+T tokens, V vocabulary.
 """
 
 import logging
@@ -299,6 +300,14 @@ class Sampler:
         self.seed = seed
         self.program = runtime.program(self.next_token, name=name, held=lambda: held_of(parameters))
 
+    def write(self, prompts: Sequence[list[int]], *, max_new_tokens: int, rows: int) -> list[str]:
+        """Continue prompts as `run` does, so many rows at once: always that many, so that there is one program."""
+        written: list[str] = []
+        for begin in range(0, len(prompts), rows):
+            own = list(prompts[begin : begin + rows])
+            written += self.run(own + own[-1:] * (rows - len(own)), max_new_tokens=max_new_tokens)[: len(own)]
+        return written
+
     def run(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """Continue every prompt (its last `window - max_new_tokens` tokens) up to the end of sequence.
 
@@ -311,7 +320,7 @@ class Sampler:
         last_R = torch.tensor([len(ids) - 1 for ids in kept], dtype=torch.int32)
         started = {"ids": ids_RT, "last": last_R}
         if self.temperature:
-            started[WORDS] = torch.from_numpy(random_words(len(kept), key=self.seed % 2**64))
+            started[WORDS] = first_words(len(kept), seed=self.seed)
         batch = self.runtime.put(started, rows_dim=-1)
         told = Told("sample, tokens")
         with evaluating(self.module):
@@ -321,14 +330,10 @@ class Sampler:
                 if done % LOOK_EVERY == 0 and done < max_new_tokens:
                     told(done, max_new_tokens)
                     written = _written(batch, kept, num=done)
-                    is_open = any(len(_until_end(ids, self.tokenizer)) == done for ids in written)
+                    is_open = any(len(until_end(ids, self.tokenizer)) == done for ids in written)
                     if not self.runtime.any_process(is_open):
                         break
-        written = _written(batch, kept, num=max_new_tokens)
-        return [
-            str(self.tokenizer.decode(_until_end(ids, self.tokenizer), skip_special_tokens=True)).strip()
-            for ids in written
-        ]
+        return texts_of(_written(batch, kept, num=max_new_tokens), self.tokenizer)
 
     def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program.
@@ -385,7 +390,18 @@ def _written(batch: Mapping[str, Tensor], prompts: Sequence[list[int]], *, num: 
     return [row[len(ids) : len(ids) + num].tolist() for row, ids in zip(rows, prompts, strict=True)]
 
 
-def _until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def first_words(num: int, *, seed: int) -> Tensor:
+    """Return the words that decide the first token of every row, (R,) int32; each next one takes their `hashed`."""
+    return torch.from_numpy(random_words(num, key=seed % 2**64))
+
+
+def texts_of(written: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of written tokens, each up to its end."""
+    decoded = (tokenizer.decode(until_end(ids, tokenizer), skip_special_tokens=True) for ids in written)
+    return [str(text).strip() for text in decoded]
+
+
+def until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids before the first special token."""
     ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
     for index, token in enumerate(ids):

@@ -27,7 +27,8 @@ class MergedCopy:
 
     Args:
         model: in training.
-        averages: of its trainable parameters, which the copy can be filled with too; None: there are none.
+        averages: of its trainable parameters, or another view of them, which the copy can be filled with too; None:
+            there is none.
     """
 
     def __init__(

@@ -181,6 +181,10 @@ class Seat(Alone):
         self.trainer = trainer
         return self.pack.build(trainer)
 
+    def lora(self, trainer: "Trainer") -> LoraConfig:
+        """Return the settings of the common module."""
+        return self.pack.lora
+
     def evaluated(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a view of this run's parameters, `own`, whose programs serve all runs."""
         return self.pack.chosen(self, own)

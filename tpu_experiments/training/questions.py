@@ -1,26 +1,26 @@
 """Exact match of the model's answers to held-out questions, asked before, during and after training.
 
-Answers are decoded greedily by the sampling program, in batches of `QUESTION_ROWS`.
+Answers are decoded greedily as samples are, in batches of `QUESTION_ROWS`.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.checkpoint.progress import AnswersRecord
 from tpu_experiments.config.data_schema import QUESTION_ROWS
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.schema import Config, SampleConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.data.documents import Refused, SourceSpec
 from tpu_experiments.data.reading.formats import document_of
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.tokens.chat import render
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import find_local, near_misses
+from tpu_experiments.training.cached_sampler import CachedSampler
 from tpu_experiments.training.evaluation import Sampler
 
 SHOWN = 3
@@ -115,27 +115,16 @@ def _fitting(question: Question, *, window: int, where: str) -> Question:
     return question
 
 
-class Asker:
-    """Ask the questions of a run with the current parameters."""
-
-    def __init__(self, module: nn.Module, *, settings: SampleConfig, **parts: Any) -> None:
-        """Build the sampler from `parts`, the arguments of `Sampler`."""
-        self.sampler = Sampler(module, settings=replace(settings, temperature=0.0), seed=0, name="ask", **parts)
-
-    def ask(self, sets: Mapping[str, Sequence[Question]]) -> dict[str, AnswersRecord]:
-        """Return the results of every set; batches span all sets."""
-        every = [question for questions in sets.values() for question in questions]
-        most = max(question.num_new for question in every)
-        answers: list[str] = []
-        for begin in range(0, len(every), QUESTION_ROWS):
-            rows = [question.ids for question in every[begin : begin + QUESTION_ROWS]]
-            filled = rows + rows[:1] * (QUESTION_ROWS - len(rows))  # one shape
-            answers += self.sampler.run(filled, max_new_tokens=most)[: len(rows)]
-        found = {}
-        for name, questions in sets.items():
-            own, answers = answers[: len(questions)], answers[len(questions) :]
-            found[name] = scored(questions, own)
-        return found
+def ask(sampler: Sampler | CachedSampler, sets: Mapping[str, Sequence[Question]]) -> dict[str, AnswersRecord]:
+    """Ask the questions of every set; batches span all sets."""
+    every = [question for questions in sets.values() for question in questions]
+    most = max(question.num_new for question in every)
+    answers = sampler.write([question.ids for question in every], max_new_tokens=most, rows=QUESTION_ROWS)
+    found = {}
+    for name, questions in sets.items():
+        own, answers = answers[: len(questions)], answers[len(questions) :]
+        found[name] = scored(questions, own)
+    return found
 
 
 def scored(questions: Sequence[Question], answers: Sequence[str]) -> AnswersRecord:

@@ -43,7 +43,6 @@ from tpu_experiments.storage.tensors import chunks_of, tensors_in
 from tpu_experiments.training.batches import TOKENS_PER_CALL, StepInfo, prompt_bucket, scores_rollouts
 from tpu_experiments.training.evaluation import Evaluation, evaluating
 from tpu_experiments.training.guard import RollBack
-from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Reading
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.rollout_page import PAGE, answer_lines, rollout_page, shown_iterations
@@ -100,9 +99,8 @@ class OwnSampler:
     """Answers by the parameters that are being trained, on their devices; every process writes all of them."""
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
-        config, inputs = trainer.config, trainer.inputs
+        config, inputs, self._copy = trainer.config, trainer.inputs, trainer.copy
         self._averages = trainer.evaluated_parameters if config.optim.ema else None
-        self._copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime, averages=self._averages)
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(

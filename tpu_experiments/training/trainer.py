@@ -81,6 +81,7 @@ from tpu_experiments.training.exit_test import apply_exit_test
 from tpu_experiments.training.exporting import export_trained
 from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.meters import Meters, Pending, Reading, Window
 from tpu_experiments.training.outputs import RunOutputs
 from tpu_experiments.training.profiler import Profiler
@@ -222,7 +223,8 @@ class Trainer:
             self.model.module,
             config,
             runtime=runtime,
-            parameters=self.evaluated_parameters,
+            evaluated=self.evaluated_parameters,
+            copy=lambda: self.copy,
             inputs=self.inputs,
             watch=self.watch,
             between=self.leave_if_requested,
@@ -285,6 +287,13 @@ class Trainer:
         """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
         own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
         return self.seat.evaluated(own)
+
+    @cached_property
+    def copy(self) -> MergedCopy:
+        """Return the copy of the weights that text is written with."""
+        evaluated = self.evaluated_parameters
+        averages = None if evaluated is self.parameters else evaluated
+        return MergedCopy(self.model, lora=self.seat.lora(self), runtime=self.runtime, averages=averages)
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a step changes: parameters, and optimizer state by `<parameter>/<slot>`."""

@@ -22,11 +22,13 @@ from transformers import PretrainedConfig
 from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.folders import cache_folder
 from tpu_experiments.config.masking import LABEL
+from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.models.huggingface import CLASSIFIER, DELTA_NETS, LONGFORMER, XLSTM, HuggingFaceModel
 from tpu_experiments.models.parts import attention, experts
-from tpu_experiments.models.passes import forward
+from tpu_experiments.models.passes import forward, generation
 from tpu_experiments.models.passes.forward import UNFIT
-from tpu_experiments.models.passes.generation import without_kernel
+from tpu_experiments.models.passes.generation import Decoder, without_kernel
+from tpu_experiments.runtime.ops import python_loop, unconstrained
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 7)
@@ -244,6 +246,53 @@ def check_left_padding(source: HuggingFaceModel) -> None:
         )
 
 
+def decodes_with_cache(source: HuggingFaceModel) -> bool:
+    """Return whether text written with a cache (passes/generation.py) is what passes over whole rows would write.
+
+    It is not of layers whose state is not known there, nor where positions are counted from a row's first slot. The
+    answer is recorded, as that of `require_isolation`.
+    """
+    yes, no = (_record_of(source, use=f"{answer} a cache") for answer in ("with", "without"))
+    if not (yes.exists() or no.exists()):
+        try:
+            require_left_padding(source)
+            found = _writes_alike(_copies(source)[0])
+        except (Unchecked, *UNFIT):
+            found = False
+        record(yes if found else no)
+        return found
+    return yes.exists()
+
+
+class _Here:
+    """What a decoder asks of a runtime, in plain torch; the run's own may compile, or is not there yet."""
+
+    folding, loop, constrain = None, staticmethod(python_loop), staticmethod(unconstrained)
+
+    def put(self, batch: Mapping[str, Tensor], *, rows_dim: int) -> dict[str, Tensor]:
+        return dict(batch)
+
+    def program(self, function: Any, **_: Any) -> Any:
+        return function
+
+
+def _writes_alike(module: nn.Module) -> bool:
+    """Return whether the decoder's tokens behind two prompts, one with padding before it, are the likeliest."""
+    how: dict[str, Any] = {"num_rows": 2, "max_new_tokens": 6, "tokens_per_call": 1, "seed": 0, "is_alone": False}
+    decoder = Decoder(module, runtime=_Here(), choice=ChoiceConfig(), **how)  # type: ignore[arg-type]
+    ids = _random_ids(LENGTHS[0])
+    prompts = [ids.tolist(), ids[PADDING:].tolist()]
+    found = decoder.complete(prompts, draws=(0, 0), bucket=LENGTHS[0])
+    apart = []
+    for prompt, new, log_probs in zip(prompts, found.ids_BN, found.log_probs_BN, strict=True):
+        row = torch.tensor(prompt + new.tolist())
+        with torch.no_grad():
+            logits = _packed(module, row, lengths=(len(row),), causal=True)[len(prompt) - 1 : -1]
+        likeliest = torch.log_softmax(logits, -1).amax(-1)
+        apart.append((torch.from_numpy(log_probs) - likeliest).abs().max())
+    return bool(torch.stack(apart).max() <= TOLERANCE)
+
+
 def record(passed: Path) -> None:
     """Make the empty file that says that a check has passed."""
     with suppress(OSError):  # where the home folder is not writable, the check is made each time
@@ -260,7 +309,7 @@ def _record_of(source: HuggingFaceModel, *, use: str) -> Path:
     by_type = {XLSTM: ["chunks", "mlstm", "xlstm"], LONGFORMER: ["longformer"], **delta}
     families = by_type.get(source.config.model_type, [])
     own = ["classification", *families] if source.head == CLASSIFIER else families
-    files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, attention, experts))]
+    files = [Path(__file__), *(Path(str(module.__file__)) for module in (forward, generation, attention, experts))]
     for file in (*files, *(Path(__file__).parents[1] / "families" / f"{name}.py" for name in own)):
         digest.update(file.read_bytes())
     return Path(cache_folder("isolation"), digest.hexdigest()[:32])

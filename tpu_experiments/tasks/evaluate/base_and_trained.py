@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,9 @@ from tpu_experiments.tasks.evaluate.ngrams import Ngrams
 from tpu_experiments.tasks.evaluate.pseudo_perplexity import MOST_COPIES, pseudo_sums
 from tpu_experiments.tasks.evaluate.subject import Subject
 from tpu_experiments.training.batches import with_held_out_noise
+from tpu_experiments.training.cached_sampler import CachedSampler, Writer, writes_with_cache
 from tpu_experiments.training.evaluation import Sampler, Scorer
+from tpu_experiments.training.merged import MergedCopy
 from tpu_experiments.training.reference import ReferencePass
 from tpu_experiments.training.start import load_start
 from tpu_experiments.training.step import computing_of
@@ -90,14 +93,14 @@ class ModelAndBase:
         self.further: dict[str, dict[str, Sums]] = {}
         """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
         model whose state is current."""
-        self.sampler = Sampler(
-            model.module,
-            runtime=runtime,
-            parameters=self.parameters,
-            tokenizer=tokenizer,
-            settings=replace(config.sample, window=shape[1], temperature=0.0),
-            seed=config.seed,
-        )
+        settings = replace(config.sample, window=shape[1], temperature=0.0)
+        how: dict[str, Any] = {"tokenizer": tokenizer, "settings": settings, "seed": config.seed}
+        self.sampler: Sampler | CachedSampler
+        if config.hw.runtime == "eager" and writes_with_cache(config):
+            copy = partial(MergedCopy, model, lora=config.lora, runtime=runtime)
+            self.sampler = CachedSampler(Writer(copy, runtime=runtime, is_drawn=False), **how)
+        else:
+            self.sampler = Sampler(model.module, runtime=runtime, parameters=self.parameters, **how)
         rows_at_once, seq_len = shape
         scored, written = (rows_at_once // runtime.share[1], seq_len), (self.num_written, seq_len)
         runtime.expect({"score": {scored}, "reference": {scored}, "sample": {written}, PSEUDO: {scored}})
@@ -192,12 +195,7 @@ class ModelAndBase:
 
         Every process takes part.
         """
-        written: list[str] = []
-        for begin in range(0, len(prompts), self.num_written):
-            rows = list(prompts[begin : begin + self.num_written])
-            rows += [rows[-1]] * (self.num_written - len(rows))  # pad to the program's only shape
-            written += self.sampler.run(rows, max_new_tokens=self.max_new_tokens)
-        return written[: len(prompts)]
+        return self.sampler.write(prompts, max_new_tokens=self.max_new_tokens, rows=self.num_written)
 
     def _require(self, trained: Mapping[str, Tensor]) -> None:
         """Require the trained tensors' names to match the model's.

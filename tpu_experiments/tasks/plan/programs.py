@@ -219,7 +219,7 @@ def lowered_score(trainer: Any, *, shape: tuple[int, int]) -> Lowered:
 
 def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
     """Lower one token of the samples, or of the answers to questions."""
-    sampler = trainer.prompted.sampler if name == "sample" else trainer.prompted.asker.sampler
+    sampler = trainer.prompted.sampler if name == "sample" else trainer.prompted.asker
     batch = sample_like(sampler, rows=rows)
     with evaluating(trainer.model.module):
         lowered: Lowered = trainer.runtime.lower(
