@@ -14,7 +14,10 @@ from tpu_experiments.config.messages import sentence
 from tpu_experiments.config.schema import GROUPS
 
 CASES = {
-    "unknown key": (["lora.rnak=8"], ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, alpha_pattern, dora"]),
+    "unknown key": (
+        ["lora.rnak=8"],
+        ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, alpha_"],
+    ),
     "unknown key, letters swapped": (["laro.r=8"], ["laro.r=8; there is no key laro. Did you mean 'lora'?"]),
     "unknown group": (["modelo=tiny"], ["modelo=tiny; there is no key modelo. Did you mean 'model'?"]),
     "key of another group": (["lora.clip_norm=1"], ["lora.clip_norm=1; ", "Did you mean optim.clip_norm?"]),
