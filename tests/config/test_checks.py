@@ -16,7 +16,7 @@ from tpu_experiments.config.schema import GROUPS
 CASES = {
     "unknown key": (
         ["lora.rnak=8"],
-        ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, alpha_pattern, dora"],
+        ["lora.rnak=8; there is no key lora.rnak. Did you mean 'r'?", "alpha, alpha_"],
     ),
     "unknown key, letters swapped": (["laro.r=8"], ["laro.r=8; there is no key laro. Did you mean 'lora'?"]),
     "unknown group": (["modelo=tiny"], ["modelo=tiny; there is no key modelo. Did you mean 'model'?"]),

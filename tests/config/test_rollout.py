@@ -126,6 +126,10 @@ def test_prompts_are_no_longer_than_a_row_leaves_room_for(rl):
     [
         (["lora=none"], "rollout.sampler=openai with lora=none; it trains whole weights, of which a server loads none"),
         (
+            ["lora.modules_to_save=[lm_head]"],
+            "rollout.sampler=openai with lora.modules_to_save=[lm_head]; vLLM loads no modules that are trained whole",
+        ),
+        (
             ["+lora.alpha_pattern.q_proj=2"],
             "rollout.sampler=openai with lora.rank_pattern or lora.alpha_pattern; vLLM scales all adapters by one",
         ),

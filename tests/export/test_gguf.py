@@ -452,6 +452,9 @@ def test_an_adapter_that_llama_cpp_lacks_is_left_out_with_the_reason(
     subject = subject_of_run(make_config, tmp_path, tokenizer, *KINDS["DoRA"])
     written = WRITERS["gguf"](str(tmp_path), replace(subject, task=replace(subject.task, gguf_types=["q8_0"])))
     assert written.facts["adapter"] == "not written: llama.cpp has no DoRA"
+    saved = subject_of_run(make_config, tmp_path, tokenizer, "lora.modules_to_save=[norm]")
+    other = WRITERS["gguf"](str(tmp_path), replace(saved, task=replace(saved.task, gguf_types=["q8_0"])))
+    assert str(other.facts["adapter"]).startswith("not written: modules were trained whole")
     assert set(written.digests) == {"model-q8_0.gguf"}
     assert written.facts["smaller"] == "llama-quantize --allow-requantize model-q8_0.gguf model-Q4_K_M.gguf Q4_K_M"
 

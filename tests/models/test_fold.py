@@ -114,6 +114,15 @@ def test_layers_whose_adapters_are_equal_fold(gradients_of, alpha):
     agree(folded, gradients_of("qwen05b", *chosen, eager=True))
 
 
+@pytest.mark.parametrize("names", ["lm_head,norm", "embed_tokens,layers.0.mlp"])
+def test_modules_that_are_trained_whole_beside_adapters_fold(gradients_of, names):
+    """Norms of all layers; a module of the first layer alone leaves the others to fold."""
+    chosen = ["lora=all_linear_r8", f"lora.modules_to_save=[{names}]"]
+    folded = gradients_of("mistral7b", *chosen)
+    assert any(is_stack(name) for name in folded[2].parameters)
+    agree(folded, gradients_of("mistral7b", *chosen, eager=True))
+
+
 def test_layers_with_different_adapters_are_compiled_apart_and_the_log_says_so(gradients_of, caplog):
     chosen = ["lora=all_linear_r8", r"+lora.rank_pattern={layers\.1\..*: 4}"]
     apart = gradients_of("qwen05b", *chosen)

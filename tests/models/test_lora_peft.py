@@ -12,7 +12,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.passes.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.stacked import MAGNITUDE
+from tpu_experiments.runtime.stacked import MAGNITUDE, is_adapter_part
 
 pytestmark = [
     pytest.mark.xla,  # importing peft imports torch_xla
@@ -51,6 +51,8 @@ def with_peft(config: Config) -> tuple[Run, nn.Module]:
         use_rslora=config.lora.scaling == "alpha_over_sqrt_r",
         rank_pattern=config.lora.rank_pattern,
         alpha_pattern=config.lora.alpha_pattern,
+        modules_to_save=config.lora.modules_to_save or None,
+        ensure_weight_tying=config.lora.ensure_weight_tying,
     )
     model = get_peft_model(base, settings)
     named = dict(model.named_parameters())
@@ -63,7 +65,10 @@ def with_peft(config: Config) -> tuple[Run, nn.Module]:
 
 
 def peft_name(name: str) -> str:
-    return f"base_model.model.{name}.default.weight"
+    module, _, leaf = name.rpartition(".")
+    if is_adapter_part(name):
+        return f"base_model.model.{name}.default.weight"
+    return f"base_model.model.{module}.modules_to_save.default.{leaf}"
 
 
 def peft_loss(model: nn.Module, batch) -> torch.Tensor:

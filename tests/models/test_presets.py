@@ -67,7 +67,7 @@ def test_counts_are_the_published_ones(preset):
     assert report.total - report.trainable == preset.parameters
     assert report.adapters == preset.adapted
     assert read_decoder(config.model.arch).parameters == preset.parameters
-    adapters = read_decoder(config.model.arch).adapter_parameters(rank=config.lora.r, targets=config.lora.targets)
+    adapters = read_decoder(config.model.arch).adapter_parameters(config.lora)
     assert adapters == report.trainable
 
 

@@ -1,5 +1,6 @@
 """FLOPs against PyTorch's own counter over a real forward and backward pass; memory against compiled programs."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +219,41 @@ def test_ranks_of_single_modules_are_counted_as_injected() -> None:
     )
     assert memory.adapters * 2**30 == 4 * trained
     assert memory.activations > 2 * one_rank.activations
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("mistral7b", "lm_head,norm"),
+        ("mistral7b", "embed_tokens,layers.3.mlp"),
+        ("qwen05b", "embed_tokens"),
+        ("qwen05b", "lm_head,norm"),
+        ("gemma3_270m", "norm,self_attn.q_proj"),
+    ],
+)
+def test_modules_that_are_trained_whole_are_counted_as_injected(model: str, names: str) -> None:
+    words = (f"lora.modules_to_save=[{names}]", "lora.ensure_weight_tying=true", "hw=v5e1")
+    config = composed(f"model={model}", *R16, *words)
+    arch, lora = config.model.arch, config.lora
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**arch))
+    trained, decoder = inject(module, lora).trainable, read_decoder(arch)
+    saved = sum(map(math.prod, decoder.saved_by_name(lora).values()))
+    assert decoder.adapter_parameters(lora) + saved == trained
+    trains_head = module.lm_head.weight.requires_grad
+    assert decoder.trains_head(lora) == trains_head
+    plain = replace(lora, modules_to_save=[])
+    flops, without = (flops_of_token(arch, seq_len=256, lora=each) for each in (lora, plain))
+    assert flops.head / without.head == (1.5 if trains_head else 1.0)
+    whole = {n: p for n, p in module.named_parameters() if p.requires_grad and "lora_" not in n}
+    in_layers = sum(p.numel() for n, p in whole.items() if p.ndim > 1 and ".layers." in n)
+    assert flops.weight_gradient == 2.0 * in_layers
+    step = step_settings(config, resolve_stages(config)[0].geometry)
+    memory, base = (analytic_memory(arch, step=replace(step, lora=each)) for each in (lora, plain))
+    assert memory.adapters * 2**30 == pytest.approx(4 * trained)
+    assert memory.optimizer == pytest.approx(2 * memory.adapters)
+    matrices = saved - sum(p.numel() for p in module.parameters() if p.requires_grad and p.ndim == 1)
+    assert (base.base - memory.base) * 2**30 == pytest.approx(2 * matrices, abs=1)
 
 
 @pytest.mark.parametrize("choice", [R16, (*R16, "lora.dora=true"), ("lora=none",), OF_MODULES])

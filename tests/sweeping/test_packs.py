@@ -86,6 +86,7 @@ def test_a_seed_that_draws_the_base_separates() -> None:
     ("line", "why"),
     [
         ("lora=none", "lora.r=0 trains all weights"),
+        ("lora.modules_to_save=[norm]", "lora.modules_to_save=[norm] trains more than adapters"),
         (
             "+lora.rank_pattern.q_proj=2",
             "lora.rank_pattern gives each module a scale of its own, and a pack has one for each adapter",

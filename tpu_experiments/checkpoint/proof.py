@@ -80,7 +80,7 @@ class TrainedEvidence:
             lengths = {n: t for n, t in tensors.items() if is_magnitude(n) or is_learnt_scale(n)}
             moved = (name for name, t in lengths.items() if num_changed({name: t}, self._start.fingerprints))
             self._of_other_length |= {name.rpartition(".")[0] for name in moved}
-            known = {**self._halves, **{name: t for name, t in tensors.items() if name not in lengths}}
+            known = {**self._halves, **{name: t for name, t in tensors.items() if name.endswith((A, B))}}
             whole = {name: t for name, t in known.items() if _other_half(name) in known}
             self._halves = {name: t.clone() for name, t in known.items() if name not in whole}
             self._norms |= effects(whole, start=self._start.adapters)
@@ -265,7 +265,7 @@ class Export:
         """Return the files' tensors under the run's parameter names; a large model's are read one by one."""
         if self._start.is_adapter:
             layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
-            return read_layout(layout, initial=self._model.taken_out)
+            return read_layout(layout, initial=self._model.taken_out, tied=self._model.source.tied_names)
         return trained_below(self._folder, max_held_bytes=self._max_held_bytes)
 
     def _verify_files(self, progress: Progress) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class Export:
             found = load(content)
             del content  # the library has copied it
             if self._start.is_adapter:
-                found = read_layout(found, initial=self._model.taken_out)
+                found = read_layout(found, initial=self._model.taken_out, tied=self._model.source.tied_names)
                 trained = to_host(self._model.trainable) if self._trained is None else dict(self._trained)
                 complaint = unequal(found, trained)
             else:

@@ -346,6 +346,13 @@ def _variants(config: Config) -> list[str]:
             f"lora.init=loftq with model.base={base}; LoftQ starts from what the codes of NF4 lose of a weight; use "
             "model.base=nf4, or lora.init=b_zero or pissa."
         )
+    if lora.modules_to_save and lora.r == 0:
+        problems.append(
+            f"lora.modules_to_save=[{', '.join(lora.modules_to_save)}] with lora=none; all weights are trained; leave "
+            "it out, or use adapters, for example lora=all_linear_r16."
+        )
+    if not all(lora.modules_to_save):
+        problems.append("lora.modules_to_save has an empty name, which every module ends with; name modules.")
     for key in PATTERNS:
         problems += _patterns(f"lora.{key}", getattr(lora, key), has_adapters=lora.r > 0)
     return problems
@@ -593,6 +600,11 @@ def _adapters_of_server(config: Config) -> list[str]:
             has_patterns(config.lora),
             "vLLM scales all adapters by one lora.alpha and lora.r",
             "leave them out, or use rollout=default",
+        ),
+        f"lora.modules_to_save=[{', '.join(config.lora.modules_to_save)}]": (
+            bool(config.lora.modules_to_save),
+            "vLLM loads no modules that are trained whole",
+            "leave it out, or use rollout=default",
         ),
         f"model.linear={config.model.linear}": (
             config.model.linear == "lr_qat",

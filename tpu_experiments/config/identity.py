@@ -104,6 +104,8 @@ ADDED: dict[str, Any] = {
     "lora.dora": False,
     "lora.rank_pattern": {},
     "lora.alpha_pattern": {},
+    "lora.modules_to_save": [],
+    "lora.ensure_weight_tying": False,
     "objective.name": "next_token",
     "objective._target_": FIRST,
     "objective.z_loss": 0.0,

@@ -193,6 +193,12 @@ class LoraConfig:
     dot on (`q_proj`, `layers.0.mlp.up_proj`), to the rank. Of several that match, the first applies."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """The same for `alpha`."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole beside the adapters, as PEFT's: ends of their names, such as `lm_head`,
+    `embed_tokens` or `norm` (which every name that ends so matches)."""
+    ensure_weight_tying: bool = False
+    """Whether an embedding of `modules_to_save` that is also the head (tie_word_embeddings) is trained as both; PEFT
+    would train a copy beside it otherwise, and here it is refused."""
 
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
@@ -218,6 +224,13 @@ def lora_of(lora: LoraConfig, name: str) -> LoraConfig:
     rank = value_of_pattern(lora.rank_pattern, name, default=lora.r)
     alpha = value_of_pattern(lora.alpha_pattern, name, default=lora.alpha)
     return replace(lora, r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+
+def is_saved(name: str, lora: LoraConfig) -> bool:
+    """Return whether a parameter is of one of `lora.modules_to_save`, or of a module inside of one."""
+    parts = name.split(".")[:-1]
+    outer = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(each.endswith(tuple(lora.modules_to_save)) for each in outer)
 
 
 def has_patterns(lora: LoraConfig) -> bool:

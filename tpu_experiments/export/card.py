@@ -78,8 +78,8 @@ class Card:
     rank: int = 0
     """Rank of the adapter in the files; 0 where the model has none."""
     is_dora: bool = False
-    has_patterns: bool = False
-    """Whether modules have ranks or alphas of their own."""
+    unfit: str = ""
+    """Why vLLM does not compute with the adapter as PEFT does; empty where it does."""
     datasets: list[str] = field(default_factory=list)
     """Hub ids of the data."""
     languages: list[str] = field(default_factory=list)
@@ -262,12 +262,8 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
         )
         if card.auto != CAUSAL:
             pass  # vLLM has adapters of models that write text alone
-        elif card.is_dora:
-            blocks.append("vLLM has no DoRA: export the form `merged` for it.")
-        elif card.has_patterns:
-            blocks.append(
-                "vLLM scales all adapters by one alpha and rank, and here are several: export the form `merged` for it."
-            )
+        elif card.unfit:
+            blocks.append(f"{card.unfit}: export the form `merged` for it.")
         else:
             blocks += ["vLLM reads it too (not tried here):", fenced("\n".join([*fetch, over]), language="bash")]
     elif card.form == "vptq":

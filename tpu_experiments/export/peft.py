@@ -6,7 +6,7 @@ PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import LoraConfig, Value, has_patterns, pattern_key, value_of_pattern
+from tpu_experiments.config.model_schema import LoraConfig, Value, has_patterns, is_saved, pattern_key, value_of_pattern
 from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.runtime.stacked import is_adapter_part
@@ -28,6 +28,10 @@ DECODER = "model.language_model."
 LOW_RANK = ("lora_A", "lora_B")
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
+DECODER_TASK = "CAUSAL_LM"
+"""PEFT's `task_type` of adapters of a decoder."""
+TASK_TYPES = {"sequence_classification": CLASSIFIER}
+"""The same by the head of a model's source, where it is none of a decoder."""
 ROUNDED = "LR_QAT"
 """`peft_type` of adapters of rounded weights (models/adapters/low_rank_qat.py), which are this program's alone."""
 
@@ -45,10 +49,12 @@ def write_adapter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     generation: str | None = None,
     lines: Iterable[str] = (),
+    task_type: str | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
-    Tensors of other names are a classifier's head, which is trained whole; PEFT calls its modules `modules_to_save`. Of
+    Tensors of other names were trained whole: those of `lora.modules_to_save`, and a classifier's head. Of
     rounded weights (`.lora_weight_scale`) the `peft_type` is one that PEFT does not know: it would add B A to the base.
 
     Args:
@@ -59,12 +65,16 @@ def write_adapter(
         tokenizer: written beside the adapter, with the chat template it was trained with.
         generation: text of generation_config.json; None writes none.
         lines: text that the tokenizer, read back, is compared on.
+        tied: further names of parameters, as the head of a tied embedding has one; PEFT reads it under each.
+        task_type: PEFT's name of what the model is for; None is a classifier where it has a head, and else a decoder.
 
     Returns:
         SHA-256 of the tensors' file by its name.
     """
     tensors, whole = without_start(parameters, initial=initial, lora=lora)
     layout = {_outer_name(name): t.detach().contiguous() for name, t in tensors.items()}
+    for name, others in (tied or {}).items():
+        layout |= {_outer_name(each): tensors[name].detach().clone() for each in others if name in tensors}
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
     if tokenizer is not None:
@@ -75,8 +85,14 @@ def write_adapter(
     config = adapter_config(
         lora, r=whole.r, alpha=whole.alpha, modules=_modules(parameters), base_path=base_path, revision=revision
     ) | {"fan_in_fan_out": is_transposed}
-    head = _head_modules(parameters)
-    config |= {"task_type": CLASSIFIER, "modules_to_save": head} if head else {}
+    others = [name for name in parameters if not is_adapter_part(name)]
+    names_of = {name: (name, *(tied or {}).get(name, ())) for name in others}
+    saved = [name for name, own in names_of.items() if any(is_saved(inner_name(each), lora) for each in own)]
+    head = _head_modules(set(others).difference(saved))
+    config["task_type"] = task_type or (CLASSIFIER if head else DECODER_TASK)
+    whole_modules = sorted({*head, *(name.rpartition(".")[0] for name in saved)})
+    config |= {"modules_to_save": whole_modules} if whole_modules else {}
+    config |= {"ensure_weight_tying": True} if lora.ensure_weight_tying else {}
     names = {name: inner_name(name) for name in _modules(parameters)}
     if has_patterns(whole):
         config["rank_pattern"] = renamed(whole.rank_pattern, names, default=whole.r)
@@ -103,8 +119,8 @@ def without_start(
     factor = 2 if lora.scaling == "alpha_over_r" else math.sqrt(2)
     ranks = {key: 2 * rank for key, rank in lora.rank_pattern.items()}
     alphas = {key: factor * alpha for key, alpha in lora.alpha_pattern.items()}
-    more = {"rank_pattern": ranks, "alpha_pattern": alphas}
-    return tensors, replace(lora, r=2 * lora.r, alpha=factor * lora.alpha, **more)
+    patterns = replace(lora, rank_pattern=ranks, alpha_pattern=alphas)
+    return tensors, replace(patterns, r=2 * lora.r, alpha=factor * lora.alpha)
 
 
 def renamed(patterns: Mapping[str, Value], names: Mapping[str, str], *, default: Value) -> dict[str, Value]:
@@ -123,14 +139,23 @@ def renamed(patterns: Mapping[str, Value], names: Mapping[str, str], *, default:
     return {name: value for name, value in wanted.items() if value != default}
 
 
-def read_layout(layout: Mapping[str, Tensor], *, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_layout(
+    layout: Mapping[str, Tensor],
+    *,
+    initial: Mapping[str, Tensor],
+    tied: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Tensor]:
     """Return the parameters from an adapter's tensors, the inverse of `write_adapter`.
 
     Args:
         layout: tensors under PEFT's names.
         initial: PiSSA's A and B before training, whose part of the rank is cut off.
+        tied: further names of parameters, as of `write_adapter`.
     """
     found = {inner_name(key): tensor for key, tensor in layout.items()}
+    for first, others in (tied or {}).items():
+        again = [inner_name(each) for each in others if inner_name(first) in found]
+        found = {name: tensor for name, tensor in found.items() if name not in again}
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
         found[name] = (found[name][:rank] if name.endswith("lora_A") else found[name][:, :rank]).contiguous()
@@ -155,7 +180,7 @@ def adapter_config(
     """Return the fields of PEFT's LoraConfig that define the adapter; the others keep PEFT's defaults."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": DECODER_TASK,
         "base_model_name_or_path": base_path,
         "revision": revision,
         "r": r,
@@ -175,10 +200,10 @@ def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in parameters if is_adapter_part(name)})
 
 
-def _head_modules(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the modules that are trained whole, by the first part of their names; a base model's pooler by two."""
-    names = [name.split(".") for name in parameters if not is_adapter_part(name)]
-    return sorted({".".join(parts[:2]) if parts[1] == "pooler" else parts[0] for parts in names})
+def _head_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules of a classifier's head, by the first part of their names; a base model's pooler by two."""
+    split = [name.split(".") for name in names]
+    return {".".join(parts[:2]) if parts[1] == "pooler" else parts[0] for parts in split}
 
 
 def _with_initial(name: str, tensor: Tensor, start: Tensor) -> Tensor:

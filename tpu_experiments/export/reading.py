@@ -4,14 +4,16 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, lora_of, rounded_settings
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, is_saved, lora_of, rounded_settings
 from tpu_experiments.config.regular_files import NotRegular
 from tpu_experiments.export.peft import (
     ADAPTER_CONFIG,
@@ -29,7 +31,6 @@ from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 REFUSED = (
-    "modules_to_save",
     "lora_bias",
     "alora_invocation_tokens",
     "layer_replication",
@@ -79,11 +80,13 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
     lora = _settings(config, place=paths.join(folder, ADAPTER_CONFIG))
+    layout = _without_tied(layout, lora)
     dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
-    head = tuple(config.get("modules_to_save") or ()) if has_head and config.get("task_type") == CLASSIFIER else ()
+    is_refused = config.get("task_type") == CLASSIFIER and not has_head and lora.modules_to_save
     more = [
-        *_more_in(config | ({"modules_to_save": None} if head else {})),
-        *_more_among(layout, lora=lora, is_rounded=is_rounded, head=tuple(f"{PREFIX}{name}." for name in head)),
+        *([f"modules_to_save={lora.modules_to_save}"] if is_refused else []),
+        *_more_in(config),
+        *_more_among(layout, lora=lora, is_rounded=is_rounded),
     ]
     if more:
         raise ConfigError(
@@ -96,6 +99,9 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     for name, tensor in sorted(layout.items()):
         require_finite(tensor, name=name, place=place)
     tensors = read_layout(layout, initial={})
+    absent = [name for name in lora.modules_to_save if not any(map(partial(_is_of, module=name), layout))]
+    if absent:
+        raise ConfigError(f"{place}; modules_to_save has {absent[0]}, and the file no tensor of it; copy it again.")
     names = {inner_name(module): module for module in sorted(map(_module_of, layout)) if module}
     targets = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
     lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
@@ -140,6 +146,9 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     for name in ("use_dora", "use_rslora"):
         if config.get(name) not in (True, False, None):
             raise ConfigError(f"{place}; {name}={config[name]!r:.60}; it must be true or false; mend it.")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
+        raise ConfigError(f"{place}; modules_to_save={saved!r:.60}; it must be a list of names; copy the file again.")
     return LoraConfig(
         r=r,
         alpha=float(alpha),
@@ -147,6 +156,8 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
         dora=bool(config.get("use_dora")),
         rank_pattern=_pattern(config, "rank_pattern", int, place=place),
         alpha_pattern=_pattern(config, "alpha_pattern", float, place=place),
+        modules_to_save=list(saved),
+        ensure_weight_tying=config.get("ensure_weight_tying") is True,
     )
 
 
@@ -160,7 +171,7 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type, *, place: str) -> 
     if not isinstance(given, dict):
         raise ConfigError(f"{place}; {key}={given!r:.60}; it must be a table of names and numbers; copy it again.")
     for name, value in given.items():
-        is_number = isinstance(value, int | kind) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = type(value) in (int, kind) and math.isfinite(value)
         if not is_number or not value or (kind is int and value < 1):
             raise ConfigError(
                 f"{place}; {key} has {name!r:.60}: {value!r:.60}; a rank is a whole number from 1, and an alpha a "
@@ -171,6 +182,23 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type, *, place: str) -> 
         except re.error as error:
             raise ConfigError(f"{place}; {key} has {name!r:.60}, no regular expression ({error}); mend it.") from error
     return {name: kind(value) for name, value in given.items()}
+
+
+def _without_tied(layout: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
+    """Return the tensors without the head that PEFT writes once more where it is trained as the embedding."""
+    if not lora.ensure_weight_tying:
+        return dict(layout)
+    saved = [tensor for name, tensor in layout.items() if is_saved(name.removeprefix(PREFIX), lora)]
+    return {
+        name: tensor
+        for name, tensor in layout.items()
+        if is_saved(name.removeprefix(PREFIX), lora) or not any(torch.equal(tensor, each) for each in saved)
+    }
+
+
+def _is_of(key: str, *, module: str) -> bool:
+    """Return whether a tensor is of a module that was trained whole."""
+    return is_saved(key.removeprefix(PREFIX), LoraConfig(r=1, modules_to_save=[module]))
 
 
 def _module_of(key: str) -> str:
@@ -208,15 +236,13 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}={config[name]}" for name in REFUSED if config.get(name))
 
 
-def _more_among(
-    layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: bool, head: tuple[str, ...]
-) -> Iterator[str]:
-    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor of a head.
+def _more_among(layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: bool) -> Iterator[str]:
+    """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor trained whole.
 
     Nor trained scales (out, groups) of rounded weights.
     """
     for name, tensor in sorted(layout.items()):
-        if head and name.startswith(head):
+        if is_saved(name.removeprefix(PREFIX), lora):
             continue
         if lora.dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
             continue

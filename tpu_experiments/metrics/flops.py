@@ -10,6 +10,7 @@ weights. LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N.
 2204.02311, appendix B), but with the causal half that is needed: T / 2 keys per query, not T, fewer with a sliding
 window."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +23,7 @@ from tpu_experiments.config.model_schema import (
     MLP_PROJECTIONS,
     SAVED,
     LoraConfig,
+    is_saved,
     is_target,
     lora_of,
 )
@@ -170,27 +172,50 @@ class Decoder:
         keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in self.windows)
         return 4.0 * self.num_heads * self.head_dim * keys
 
-    def adapted(self, targets: Iterable[str]) -> list[tuple[int, int]]:
-        """Return (in, out) of every Linear that `lora.targets` names, by the rule of config/model_schema.py."""
-        return list(self.adapted_by_name(targets).values())
+    def adapted(self, lora: LoraConfig) -> list[tuple[int, int]]:
+        """Return (in, out) of every Linear that has an adapter, by the rules of config/model_schema.py."""
+        return list(self.adapted_by_name(lora).values())
 
-    def adapted_by_name(self, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
+    def adapted_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, int]]:
         """Return the result of `adapted` by the names of the Linears."""
-        wanted = list(targets)
-        return {name: shape for name, shape in self._linears() if any(is_target(name, each) for each in wanted)}
+        named = ((n, shape) for n, shape in self._linears() if any(is_target(n, each) for each in lora.targets))
+        return {n: shape for n, shape in named if lora.r and not is_saved(f"{n}.weight", lora)}
 
     def has_equal_layers(self, lora: LoraConfig) -> bool:
         """Return whether adapters have one rank and scale in all layers, which then fold into a loop."""
         found: dict[str, set[tuple[int, float]]] = {}
-        for name in self.adapted_by_name(lora.targets):
+        for name in self.adapted_by_name(lora):
             own = lora_of(lora, name)
             found.setdefault(name.rpartition(".")[2], set()).add((own.r, own.alpha))
         return all(len(kinds) == 1 for kinds in found.values())
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         """Count the elements of all A (rank, in) and B (out, rank)."""
-        linears = self.adapted_by_name(lora.targets)
+        linears = self.adapted_by_name(lora)
         return sum(lora_of(lora, name).r * (wide + high) for name, (wide, high) in linears.items())
+
+    def saved_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of `lora.modules_to_save` by name, a tied head as the embedding.
+
+        Norms of layers with attention alone, and no biases.
+        """
+        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (high, wide) for name, (wide, high) in self._linears()}
+        found["model.embed_tokens.weight"], found["model.norm.weight"] = (self.vocab_size, self.hidden), (self.hidden,)
+        norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+        of_heads = ["self_attn.q_norm", "self_attn.k_norm"]
+        for layer in range(self.num_layers):
+            named = dict.fromkeys(norms[: self.family.norms], (self.hidden,))
+            named |= dict.fromkeys(of_heads[: self.family.head_norms], (self.head_dim,))
+            found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in named.items()}
+        saved = {name: shape for name, shape in found.items() if is_saved(name, lora)} if lora.r else {}
+        if self.tied and saved.pop("lm_head.weight", ()):
+            saved["model.embed_tokens.weight"] = (self.vocab_size, self.hidden)
+        return saved
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        """Return whether the head has a gradient of its own."""
+        saved = self.saved_by_name(lora)
+        return not lora.r or "lm_head.weight" in saved or (self.tied and "model.embed_tokens.weight" in saved)
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
@@ -982,21 +1007,22 @@ def flops_of_token(
         ConfigError: a model that `read_decoder` does not support.
     """
     decoder = read_decoder(arch)
-    names = lora.targets if lora.r else []
     layers, head = 2.0 * sum(decoder.multiplied.values()), 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
     adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.adapter_parameters(lora)
-    adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(names))
+    adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(lora))
+    whole = decoder.saved_by_name(lora)
+    saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and ".layers." in name)
     twice, again = lora.dora and lora.dropout > 0, 0.0
     if recomputed is not None:
         again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rounded=rounded)
     return FlopsPerToken(
         forward=forwards * layers,
         activation_gradient=layers,
-        weight_gradient=(adapted if rounded else 0.0) if lora.r else layers,
+        weight_gradient=(adapted if rounded else 0.0) + saved if lora.r else layers,
         recomputation=again,
         attention=(2 + forwards) * attention,  # two products forward, four backward
-        head=head * (forwards + (1 if lora.r else 2)),
+        head=head * (forwards + (2 if decoder.trains_head(lora) else 1)),
         # The second product of a weight has no gradient of it.
         lora=(2 + forwards) * adapters + ((1 + forwards) * adapted if twice else 0.0),
     )
@@ -1014,8 +1040,8 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
         for name, elements in decoder.multiplied.items()
         if name.rpartition(".")[2] not in how.saved and (name != decoder.last_projection or is_last_read)
     }
-    targets, twice = lora.targets if lora.r else [], lora.dora and lora.dropout > 0
-    linears = decoder.adapted_by_name(targets).items()
+    twice = lora.dora and lora.dropout > 0
+    linears = decoder.adapted_by_name(lora).items()
     repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in again]
     ranks = {name: 0 if rounded else lora_of(lora, name).r for name, _ in repeated}
     adapters = sum((ranks[name] + (wide if twice else 0)) * high for name, (wide, high) in repeated)

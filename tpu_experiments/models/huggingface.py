@@ -638,6 +638,12 @@ class HuggingFaceModel:
             "damaged, or was saved by a training that had diverged: download it again, or take another checkpoint."
         )
 
+    @property
+    def tied_names(self) -> dict[str, list[str]]:
+        """Names of tied parameters, all by the first, in the checkpoint's model."""
+        groups = {tuple(map(self.outer_name, names)) for names in self._tied.values()}
+        return {first: others for first, *others in sorted(groups)}
+
     def outer_name(self, name: str) -> str:
         """Return a decoder parameter's name in the checkpoint's model, which may be multimodal."""
         inner, outer = self._prefixes

@@ -145,17 +145,21 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     shapes, of_all = trained_shapes(decoder, step=step), split if step.trainable == "full" else 1  # adapters are whole
     trained = sum(math.prod(shape) * shapes[shape] / (of_all if len(shape) > 1 else 1) for shape in shapes)
     moment_bytes = sum(step.state_bytes(shape) * shapes[shape] for shape in shapes) / of_all
+    saved = list(decoder.saved_by_name(step.lora).values())  # trained whole beside adapters, split as the base is
+    trained += sum(math.prod(shape) / (split if len(shape) > 1 else 1) for shape in saved)
+    moment_bytes += sum(step.state_bytes(shape) / (split if len(shape) > 1 else 1) for shape in saved)
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
+    matrices -= step.weight_bytes * sum(math.prod(shape) for shape in saved if len(shape) > 1)
     if step.group is not None:  # a byte each
-        matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.lora.targets))
+        matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.lora))
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
     kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
     if step.lora.dora:  # outputs before they get their lengths
-        kept += sum(high for _, high in decoder.adapted(step.lora.targets)) / decoder.num_layers
+        kept += sum(high for _, high in decoder.adapted(step.lora)) / decoder.num_layers
     kept *= per_element
     inputs = decoder.num_layers * decoder.hidden * per_element
     recompute = step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
@@ -186,7 +190,7 @@ def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, .
         found[rows, decoder.hidden] += rows > 0  # an encoder's further embeddings and the matrix of its head
         found[(decoder.hidden,)] += decoder.vectors / decoder.hidden
         return found
-    for name, (wide, high) in decoder.adapted_by_name(step.lora.targets).items():
+    for name, (wide, high) in decoder.adapted_by_name(step.lora).items():
         rank = lora_of(step.lora, name).r
         found[rank, wide] += 1
         found[high, rank] += 1

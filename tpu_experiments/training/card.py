@@ -103,15 +103,21 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
         )
     return (
         f"A LoRA adapter of rank {lora.r}, alpha {lora.alpha:g} and dropout {lora.dropout:g} on "
-        f"{targets}{_own_values(lora)} of {base} ({trained}),{averaged} trained with tpu_experiments."
+        f"{targets}{_own_values(lora)}{_saved(lora)} of {base} ({trained}),{averaged} trained with tpu_experiments."
     )
 
 
 def _own_values(lora: LoraConfig) -> str:
     """Return the ranks and alphas of single modules in parentheses; nothing where there are none."""
-    words = {"rank": lora.rank_pattern, "alpha": lora.alpha_pattern}
+    words: dict[str, Mapping[str, float]] = {"rank": lora.rank_pattern, "alpha": lora.alpha_pattern}
     told = [f"{word} {value:g} for {as_code(name)}" for word, own in words.items() for name, value in own.items()]
     return f" ({', '.join(told)})" if told else ""
+
+
+def _saved(lora: LoraConfig) -> str:
+    """Return the modules that are trained whole; nothing where there are none."""
+    names = for_markdown(", ".join(lora.modules_to_save))
+    return f", with {names} trained whole," if names else ""
 
 
 def _usage(result: Mapping[str, Any], config: Config) -> str:

@@ -25,7 +25,7 @@ from tpu_experiments.data.audit.findings import Finding, audit_findings
 from tpu_experiments.data.audit.page import audit_pages, write_audit_pages
 from tpu_experiments.data.audit.summary import audit_json, audit_table
 from tpu_experiments.export.full import write_model
-from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.peft import DECODER_TASK, TASK_TYPES, write_adapter
 from tpu_experiments.loggers.base import Loggers
 from tpu_experiments.loggers.jsonl import METRICS_FILE, read_records
 from tpu_experiments.loggers.plan_estimates import Measured, PlanEstimates, compared_with_plan
@@ -353,6 +353,8 @@ class RunOutputs:
             revision=config.model.revision,
             is_transposed=any(adapted_weights(model.module).values()),
             rounded=rounded_settings(config.model),
+            task_type=TASK_TYPES.get(source.head, DECODER_TASK),
+            tied=source.tied_names,
             **beside,
         )
 

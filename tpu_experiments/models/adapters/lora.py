@@ -9,7 +9,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.model_schema import ALL_LINEAR, PATTERNS, LoraConfig, is_target, lora_of, pattern_key
+from tpu_experiments.config.model_schema import (
+    ALL_LINEAR,
+    PATTERNS,
+    LoraConfig,
+    is_saved,
+    is_target,
+    lora_of,
+    pattern_key,
+)
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
 from tpu_experiments.models.adapters.layouts import layout_of
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
@@ -65,7 +73,8 @@ def inject(
     """Freeze `module` and give every matching Linear an adapter; `r: 0` leaves every weight trainable.
 
     Args:
-        head: parameters that are trained whole, as those of a classifier's head; their modules get no adapter.
+        head: parameters that are trained whole, as those of a classifier's head; their modules get no adapter, and
+            neither do those of `lora.modules_to_save`.
         grid: integers that adapted weights are rounded to (`model.linear=lr_qat`).
         rounds_inputs: whether the inputs of those are rounded to 8 bits.
 
@@ -77,10 +86,11 @@ def inject(
     if lora.r == 0:
         return report(module, adapters=0)
     module.requires_grad_(False)
-    for name in head:
+    saved = saved_parameters(module, lora)
+    for name in (*head, *saved):
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
-    matched = _matched(linears, lora.targets)
+    matched = [name for name in _matched(linears, lora.targets) if not is_saved(f"{name}.weight", lora)]
     _require_patterns_apply(lora, matched)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
@@ -98,6 +108,52 @@ def inject(
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _link_siblings(module.get_submodule(parent))
     return report(module, adapters=len(matched))
+
+
+def saved_parameters(module: nn.Module, lora: LoraConfig) -> list[str]:
+    """Return the names of the parameters of `lora.modules_to_save`, a tied one once.
+
+    Raises:
+        ConfigError: a name is of no module with parameters, or of a quantised one; or the parameter is the embedding
+            and the head, and `lora.ensure_weight_tying` does not say that it is trained as both.
+    """
+    shown, quantised, found = ", ".join(lora.modules_to_save), quantised_shapes(module), set()
+    first: dict[int, str] = {}
+    matched: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+        hits = [each for each in lora.modules_to_save if is_saved(name, replace(lora, modules_to_save=[each]))]
+        matched |= dict.fromkeys(hits, name)
+        found |= {first[id(parameter)]} if hits else set()
+    for target in lora.modules_to_save:
+        if target not in matched:
+            leaves = {name.rpartition(".")[2] for name, part in module.named_modules() if part._parameters}
+            raise ConfigError(
+                f"lora.modules_to_save has {target!r}, with which no module that has weights ends. "
+                f"{suggest(target, leaves)}"
+            )
+    codes = sorted(found.intersection(quantised))
+    if codes:
+        raise ConfigError(
+            f"lora.modules_to_save=[{shown}] matches {codes[0]}, which is held as codes: they are not trained; leave "
+            "it out, or use model.base=dense."
+        )
+    embedding = [name for name in shared_parameters(module) if name in found]
+    if embedding and not lora.ensure_weight_tying:
+        raise ConfigError(
+            f"lora.modules_to_save=[{shown}]; {embedding[0]} is the embedding and the head (tie_word_embeddings), and "
+            "PEFT trains a copy of it beside the other; set lora.ensure_weight_tying=true to train the one weight as "
+            "both, or leave it out."
+        )
+    return sorted(found)
+
+
+def shared_parameters(module: nn.Module) -> dict[str, list[str]]:
+    """Return the other names of parameters that have several, as a head that is tied to the embedding."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def require_read_by_peft(module: nn.Module, lora: LoraConfig) -> None:

@@ -16,7 +16,7 @@ from tpu_experiments.export.calibrated import TrainedGrid
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.generation import end_ids
 from tpu_experiments.export.gguf import ADAPTER, Metadata, file_name, is_exact, write_adapter_file, write_models
-from tpu_experiments.export.peft import without_start, write_adapter
+from tpu_experiments.export.peft import DECODER_TASK, TASK_TYPES, without_start, write_adapter
 from tpu_experiments.export.quantised import (
     Int8Layout,
     Layout,
@@ -28,7 +28,7 @@ from tpu_experiments.export.quantised import (
 )
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.adapters.low_rank_qat import grid_of, input_settings
-from tpu_experiments.runtime.stacked import LEARNT_SCALE
+from tpu_experiments.runtime.stacked import LEARNT_SCALE, is_adapter_part
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.gguf.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
@@ -80,6 +80,8 @@ def write_peft(folder: str, subject: Subject) -> Written:
         is_transposed=subject.model.is_transposed,
         tokenizer=subject.tokenizer,
         generation=subject.generation,
+        task_type=TASK_TYPES.get(source.head, DECODER_TASK),
+        tied=source.tied_names,
     )
 
     def read(folder: str, dtype: torch.dtype) -> Reader:
@@ -198,6 +200,8 @@ def _no_adapter(subject: Subject) -> str:
         return "not written: all weights were trained"
     if lora.dora:
         return "not written: llama.cpp has no DoRA"
+    if any(not is_adapter_part(name) for name in subject.origin.trained):
+        return "not written: modules were trained whole, which llama.cpp's adapters do not hold"
     if lora.init == "loftq":
         return "not written: LoftQ's adapter is for the codes of NF4, which no GGUF file holds"
     return ""

@@ -7,6 +7,7 @@ from tpu_experiments.config.model_schema import has_patterns, ranks_of
 from tpu_experiments.export.card import Card, is_hub_id
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import objective_class
+from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.forms import Written
 from tpu_experiments.tasks.export.subject import Subject
@@ -35,7 +36,7 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
         dtype=str(subject.source.dtype if form == "peft" else subject.dtype).removeprefix("torch."),
         runs_code=model.remote_code == "run",
         rank=parts * max(ranks_of(lora), default=0),
-        has_patterns=has_patterns(lora),
+        unfit=_unfit_for_vllm(subject),
         is_dora=lora.dora,
         datasets=[source.path for source in sources if is_hub_id(source.path)],
         # Where one source is not limited to a language, those of the others are not all.
@@ -47,6 +48,18 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
         use=use,
         meaning=meaning,
     )
+
+
+def _unfit_for_vllm(subject: Subject) -> str:
+    """Return why vLLM does not compute with the adapter as PEFT does; nothing where it does."""
+    lora = subject.origin.lora
+    if lora.dora:
+        return "vLLM has no DoRA"
+    if has_patterns(lora):
+        return "vLLM scales all adapters by one alpha and rank, and here are several"
+    if not all(map(is_adapter_part, subject.origin.trained)):
+        return "vLLM loads no modules that were trained whole"
+    return ""
 
 
 def _values_of_run(subject: Subject) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""Modules that are trained whole beside adapters (`lora.modules_to_save`), held against PEFT's."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_lora_patterns import base_of, rows_and_masks
+from tests.models.test_lora_peft import overrides, require_equal_gradients, require_equal_steps, with_peft
+from tests.training.tiny import Run, random_batch
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.model_schema import LoraConfig
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
+from tpu_experiments.export.reading import read_adapter
+from tpu_experiments.export.weights import whole_model
+from tpu_experiments.models.passes.forward import logits_of
+from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.sources.frozen import build_frozen
+from tpu_experiments.runtime.eager import EagerRuntime
+from tpu_experiments.runtime.stacked import is_adapter_part
+
+pytestmark = [
+    pytest.mark.xla,  # importing peft imports torch_xla
+    # peft 0.21 reads a property that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+CASES = {
+    "head": ("mistral7b", "lora.modules_to_save=[lm_head]"),
+    "embedding and norms": ("mistral7b", "lora.modules_to_save=[embed_tokens,norm]"),
+    "a projection": ("mistral7b", "lora.modules_to_save=[layers.0.mlp.up_proj,lm_head]"),
+    "tied": ("qwen05b", "lora.modules_to_save=[embed_tokens]", "lora.ensure_weight_tying=true"),
+    "tied, by the head": ("qwen05b", "lora.modules_to_save=[lm_head]", "lora.ensure_weight_tying=true"),
+    "DoRA": ("mistral7b", "lora.modules_to_save=[lm_head,norm]", "lora.dora=true"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_peft(make_config, case: str) -> None:
+    run, model = with_peft(make_config(*overrides(*CASES[case])))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert run.model.report.trainable == sum(p.numel() for p in run.parameters.values()) == trained
+    assert not all(map(is_adapter_part, run.parameters))
+    require_equal_gradients(run, model)
+    require_equal_steps(run, model, num_steps=8)
+
+
+@pytest.mark.parametrize("init", ["b_zero", "pissa"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_export_gives_the_same_logits_in_peft_merged_and_read_back(
+    make_config, tmp_path: Path, case: str, init: str
+) -> None:
+    from peft import PeftModel
+
+    config = make_config(*overrides(*CASES[case], f"lora.init={init}"))
+    run = Run(config, EagerRuntime(config.hw))
+    run.losses([random_batch(i) for i in range(3)])
+    write_adapter(
+        str(tmp_path), parameters=run.parameters, initial=run.model.taken_out, lora=config.lora, base_path="base",
+        revision=None, tied=run.model.source.tied_names,
+    )  # fmt: skip
+    base = base_of(run, config.seed)
+    rows, given = rows_and_masks(base)
+    with torch.no_grad():
+        ours = logits_of(run.model.module.eval(), run.parameters, rows)
+        theirs = PeftModel.from_pretrained(base, str(tmp_path)).eval()(**given, use_cache=False).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+    found = read_adapter(str(tmp_path))
+    source = run.model.source
+    frozen = build_frozen(source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor)
+    plain = base_of(run, config.seed)
+    plain.load_state_dict(dict(whole_model(source, lora=found.lora, trained=found.tensors).tensors()), strict=False)
+    with torch.no_grad():
+        again = logits_of(frozen.eval(), {}, rows)
+        whole = plain.eval()(**given, use_cache=False).logits
+    torch.testing.assert_close(ours, again, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["embedding and norms", "tied", "tied, by the head"])
+def test_an_adapter_that_peft_wrote_is_read(make_config, tmp_path: Path, case: str) -> None:
+    """PEFT writes a head that is tied to the trained embedding once more."""
+    run, model = with_peft(make_config(*overrides(*CASES[case])))
+    model.save_pretrained(str(tmp_path))
+    assert ("base_model.model.lm_head.weight" in load_file(tmp_path / ADAPTER_FILE)) == case.startswith("tied")
+    found = read_adapter(str(tmp_path))
+    assert found.tensors.keys() == run.parameters.keys()
+    assert all(torch.equal(found.tensors[name], value) for name, value in run.parameters.items())
+
+
+def test_a_copy_of_a_tied_embedding_is_not_read_as_the_embedding(make_config, tmp_path: Path) -> None:
+    """PEFT's own default unties the two."""
+    run, model = with_peft(make_config(*overrides(*CASES["tied"])))
+    model.save_pretrained(str(tmp_path))
+    tensors = load_file(tmp_path / ADAPTER_FILE)
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ensure_weight_tying": False}))
+    found = read_adapter(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model.embed_tokens.weight is the embedding and the head \(tie_word_"):
+        build_frozen(run.model.source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor)
+
+
+def test_a_file_without_a_module_s_tensors_is_refused(make_config, tmp_path: Path) -> None:
+    _, model = with_peft(make_config(*overrides(*CASES["head"])))
+    model.save_pretrained(str(tmp_path))
+    shutil.copy(tmp_path / ADAPTER_FILE, tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole")
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ConfigError, match=r"modules_to_save has lm_head, and the file no tensor of it; copy it again"):
+        read_adapter(str(tmp_path))
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"modules_to_save": "lm_head"}))
+    with pytest.raises(ConfigError, match=r"modules_to_save='lm_head'; it must be a list of names"):
+        read_adapter(str(tmp_path))
+
+
+REFUSED = {
+    "lora.modules_to_save=[lm_heads]": r"lora.modules_to_save has 'lm_heads', with which no .* Did you mean 'lm_head'",
+    "lora.modules_to_save=[embed_tokens]": r"is the embedding and the head .*; set lora.ensure_weight_tying=true",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_modules_that_cannot_be_are_refused(make_config, given: str) -> None:
+    config = make_config(*overrides("qwen05b", given))
+    with pytest.raises(ConfigError, match=REFUSED[given]):
+        Run(config, EagerRuntime(config.hw))
+
+
+def test_codes_are_not_trained(make_config) -> None:
+    config = make_config(*overrides("mistral7b", "lora.modules_to_save=[o_proj]", "model.base=int8"))
+    with pytest.raises(ConfigError, match=r"lora.modules_to_save=\[o_proj\] matches .*o_proj.weight, which is held as"):
+        Run(config, EagerRuntime(config.hw))
+
+
+def test_modules_to_save_need_adapters(make_config) -> None:
+    with pytest.raises(ConfigError, match=r"lora.modules_to_save=\[lm_head\] with lora=none; all weights are trained"):
+        make_config("lora=none", "lora.modules_to_save=[lm_head]")
+
+
+def test_a_target_inside_a_saved_module_gets_no_adapter(make_config) -> None:
+    config = make_config(*overrides("mistral7b", "lora.modules_to_save=[mlp]"))
+    run = Run(config, EagerRuntime(config.hw))
+    adapted = {name.rpartition(".")[0] for name in run.parameters if is_adapter_part(name)}
+    assert adapted
+    assert all(".self_attn." in name for name in adapted)
+    module, _ = describe(run.model.source, lora=LoraConfig(r=2, targets=["q_proj"], modules_to_save=["mlp"]))
+    assert {n for n, p in module.named_parameters() if ".mlp." in n and not p.requires_grad} == set()
