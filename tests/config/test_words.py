@@ -180,6 +180,7 @@ def test_a_choice_of_habit_names_a_choice(group: str) -> None:
         ("tpu-v6e-1", "v6e1"),
         ("v5p-8", "v5p-8"),
         ("v5p8", "v5p-8"),
+        ("tpu7x-8", "v7x-8"),
         ("v4-8", "v4-8"),
         ("ct5lp-hightpu-8t", "v5e8"),
         ("ct6e-standard-4t", "v6e4"),
@@ -188,7 +189,7 @@ def test_a_choice_of_habit_names_a_choice(group: str) -> None:
         ("T4", "t4"),
         ("v5litepod-2", None),
         ("v5p-128", None),
-        ("v7x-8", None),
+        ("v9x-8", None),
         ("cuda", None),
     ],
 )

@@ -156,6 +156,7 @@ def test_faults_of_the_compiler_are_one_sentence_each() -> None:
     said = {
         "vmem": oom.kernel_too_large(kernel, what="train of 1x4x8"),
         "internal": oom.refused_program("XlaRuntimeError: INTERNAL: Mosaic failed\nmore", what="train of 1x4x8"),
+        "text": oom.unread_program("arity\nmore", versions={"libtpu": "0.0.52", "jax": "0.7.1"}, what="train of 1x4x8"),
         "crash": oom.compiler_ended(-signal.SIGSEGV, stderr="", what="train of 1x4x8"),
         "chips": oom.too_many_chips(HW, num_there=4),
         "silent": oom.compiler_ended(3, stderr="TPU worker noise\n", what="train of 1x4x8"),
@@ -163,6 +164,7 @@ def test_faults_of_the_compiler_are_one_sentence_each() -> None:
     assert all(len(str(error).splitlines()) == 1 for error in said.values())
     assert "takes 52,429 KiB of vmem in one kernel and 31,457 KiB are there" in str(said["vmem"])
     assert "refused train of 1x4x8: INTERNAL: Mosaic failed; nothing" in str(said["internal"])
+    assert "libtpu 0.0.52 compiled train of 1x4x8, and jax 0.7.1 of the same environment cannot" in str(said["text"])
     assert "crashed (SIGSEGV)" in str(said["crash"])
     assert "ended with exit code 3: silent" in str(said["silent"])
 

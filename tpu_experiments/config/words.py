@@ -81,7 +81,7 @@ CHOICES = {
 }
 """Choices of a group by other names."""
 MACHINE = re.compile(
-    r"(?:tpu-)?(?:(v5litepod|v5lite|v5-lite|v5-lite-podslice|v5-lite-device|v5e|v5p|v4|v4-podslice|v5p-slice|v6e|v6e-slice)"
+    r"(?:tpu-)?(?:(v5litepod|v5lite|v5-lite|v5-lite-podslice|v5-lite-device|v5e|v5p|v4|v4-podslice|v5p-slice|v6e|v6e-slice|v7x|tpu7x)"
     r"|ct(5lp|5l|6e|5p|4p)(?:-[a-z]+)?)(?:[-_:]?(\d+)t?)?"
 )
 """TPUs by the names of the Cloud TPU API, Google Kubernetes Engine and Compute Engine, with their number."""
@@ -90,6 +90,7 @@ GENERATIONS = {
     **dict.fromkeys(("v6e-slice", "6e"), "v6e"),
     **dict.fromkeys(("v5p-slice", "5p"), "v5p"),
     **dict.fromkeys(("v4-podslice", "4p"), "v4"),
+    "tpu7x": "v7x",
 }
 
 

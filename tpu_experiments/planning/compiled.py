@@ -189,6 +189,8 @@ def _shortage(answer: dict[str, Any], *, hw: HwConfig, place: Path, what: str) -
     (place / ANSWER).unlink(missing_ok=True)
     if answer["stage"] == "topology":
         raise oom.unknown_topology(hw, error_text=error_text)
+    if answer["stage"] == "text":
+        raise oom.unread_program(error_text, versions=answer["versions"], what=what)
     if report is not None:
         raise oom.kernel_too_large(report, what=what)
     raise oom.refused_program(error_text, what=what)

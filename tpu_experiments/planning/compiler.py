@@ -32,8 +32,8 @@ from tpu_experiments.runtime.patches import mosaic_for_libtpu
 from tpu_experiments.runtime.stablehlo import annotated
 from tpu_experiments.runtime.tpu import planned
 
-TAKES_MODULE = (0, 12)
-"""First jax known whose client compiles a module and no bytes of one; 0.7.1 is the other way about."""
+TAKES_MODULE = (0, 10)
+"""First jax known whose client compiles a module and no bytes of one (0.10.2, 0.12.0); 0.7.1 is the other way about."""
 REQUEST, PROGRAM, ANSWER, OPTIMIZED = "request.json", "program.hlo", "answer.json", "optimized.hlo"
 TEXT = "program.mlir"
 """StableHLO as text, for the compiler of another environment."""
@@ -80,10 +80,12 @@ def main(folder: Path) -> None:
         is_text = (folder / TEXT).exists()
         text = (folder / TEXT).read_bytes() if is_text else _stablehlo_of(request, (folder / PROGRAM).read_bytes())
         executable, facts = _compiled(request, text, topology=topology)
-        answer["memory"] = asdict(_memory(executable))
+        memory = asdict(_memory(executable))
         if request.get("form") == "stablehlo":  # TorchTPU's: a run can load it
             planned.write(folder, facts=facts, executable=executable.serialize())
+        answer["stage"] = "text"
         (folder / OPTIMIZED).write_text(executable.hlo_modules()[0].to_string())
+        answer["memory"] = memory
     except Exception as error:  # jaxlib raises one type for all errors of the compiler
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["seconds"] = time.perf_counter() - started

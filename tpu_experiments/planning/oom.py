@@ -8,6 +8,7 @@ arguments. So a program that compiles may still not fit: add its arguments and o
 import math
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tpu_experiments.config.errors import ConfigError
@@ -224,7 +225,17 @@ def unknown_topology(hw: HwConfig, *, error_text: str) -> ConfigError:
     return ConfigError(
         f"hw.topology={hw.topology}; the TPU compiler has no such slice of {hw.num_devices} chips: "
         f"{first_words(error_text)}; write GENERATION:SIDExSIDE, "
-        "for example v6e:1x1, v6e:2x2, v5e:2x4 or v5e:16x16, or take a hw of conf/hw."
+        "for example v6e:1x1, v6e:2x2, v5e:2x4 or v5e:16x16, or take a hw of conf/hw; a newer generation needs an "
+        "environment with a newer libtpu (task.libtpu=)."
+    )
+
+
+def unread_program(error_text: str, *, versions: Mapping[str, str], what: str) -> ConfigError:
+    """Return the error for a program that libtpu compiled and the jax beside it cannot read."""
+    libtpu, jax = (versions.get(name, "?") for name in ("libtpu", "jax"))
+    return ConfigError(
+        f"task.libtpu; libtpu {libtpu} compiled {what}, and jax {jax} of the same environment cannot read the "
+        f"program: {first_words(error_text)}; install a newer jax there."
     )
 
 

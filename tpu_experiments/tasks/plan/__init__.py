@@ -120,7 +120,8 @@ def check_hw(config: Config) -> None:
         )
     if hw.chip is None:
         raise ConfigError(f"hw={hw.name}; hw.chip is null; a plan needs the chip's datasheet; fill it in.")
-    sides = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", hw.topology)
+    # Before the compiler is started. A chip of a topology of another name may be several devices: there it tells.
+    sides = re.fullmatch(r"v\w+:(\d+(?:x\d+)*)", hw.topology)
     num_there = math.prod(int(side) for side in sides[1].split("x")) if sides else hw.num_devices
     if num_there < hw.num_devices:
         raise oom.too_many_chips(hw, num_there=num_there)
