@@ -621,8 +621,9 @@ def _text_shapes(inputs: RunInputs, config: Config, *, rollouts: dict[str, Shape
     """Return the shapes of rollouts, samples and questions."""
     if inputs.lengths is None:
         window = config.sample.window
-        sampled = {(len(config.sample.all_prompts), window)} if samples(config) else set()
-        return rollouts | {"sample": sampled, "ask": {(QUESTION_ROWS, window)} if config.questions else set()}
+        sampled: Shapes = {(len(config.sample.all_prompts), window)} if samples(config) else set()
+        asked: Shapes = {(QUESTION_ROWS, window)} if config.questions else set()
+        return rollouts | {"sample": sampled, "ask": asked}
     merged: dict[str, Shapes] = {"merge averages" if config.optim.ema else "merge": {()}}
     own = inputs.lengths.shapes | merged
     return {name: rollouts.get(name, set()) | own.get(name, set()) for name in (*rollouts, *own)}
