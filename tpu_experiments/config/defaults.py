@@ -114,7 +114,7 @@ def _global_rows(config: Config, lengths: Mapping[str, Lengths], *, seq_len: int
 
 ROUND = (1, 2, 5)
 ASKED_EVERY = 50
-"""Fewest steps between two evaluations that ask questions: with 120 questions, one takes as long as 8 steps."""
+"""Fewest steps between two evaluations that ask questions: 120 of them without a cache take as long as 8 steps."""
 
 
 EVALUATIONS = 10
