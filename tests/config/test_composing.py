@@ -45,3 +45,21 @@ def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(text):
     assert config_of(["~local", f"name={text}", f"model.revision={text}"]).name == text.strip("'")
     assert config_of(["~local", "model.revision=12e5"]).model.revision == "12e5"
     assert config_of(["~local", "optim.lr=1e-4"]).optim.lr == 1e-4
+
+
+def test_a_model_that_is_named_brings_its_own_tokenizer(tmp_path):
+    """The default preset's would be trained with, silently."""
+
+    def tokenizer_of(*words):
+        return config_of(["data=sample_text", "trainer.seq_len=128", *words]).model.tokenizer_path
+
+    own, bare = tmp_path / "own", tmp_path / "bare"
+    for folder in (own, bare):
+        folder.mkdir()
+    (own / "tokenizer.json").write_text("{}")
+    shipped = tokenizer_of()
+    assert shipped == "tpu_experiments/samples/stories/tokenizer"
+    assert tokenizer_of(f"model.path={own}") is None
+    assert tokenizer_of("model.path=someone/model") is None
+    assert tokenizer_of(f"model.path={bare}") == shipped, "it has none"
+    assert tokenizer_of(f"model.path={own}", f"model.tokenizer_path={shipped}") == shipped

@@ -8,8 +8,9 @@ import hashlib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -85,6 +86,26 @@ def as_typed(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
             continue
         if isinstance(parsed, bool | int | float) and isinstance(OmegaConf.select(composed, key), str):
             OmegaConf.update(composed, key, text.strip())
+    return _with_own_tokenizer(composed, {line.partition("=")[0].lstrip("+") for line in overrides})
+
+
+FILES_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def _with_own_tokenizer(composed: DictConfig, keys: Collection[str]) -> DictConfig:
+    """Take the tokenizer of the model that `model.path=` names, not that of the preset's own.
+
+    A local folder without a tokenizer keeps the preset's.
+
+    Args:
+        keys: those that were typed.
+    """
+    if "model.path" not in keys or "model.tokenizer_path" in keys:
+        return composed
+    path = OmegaConf.select(composed, "model.path")
+    folder = Path(str(path))
+    if not folder.is_dir() or any((folder / name).exists() for name in FILES_OF_TOKENIZERS):
+        OmegaConf.update(composed, "model.tokenizer_path", None)
     return composed
 
 
