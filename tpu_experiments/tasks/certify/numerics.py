@@ -316,7 +316,7 @@ class SmallCheckpoint:
             )
             try:
                 base = read_back(self.folder, head=self.head)
-                whole: nn.Module = peft.PeftModel.from_pretrained(base, place)
+                whole: nn.Module = peft.PeftModel.from_pretrained(base, place, trust_remote_code=False)
                 return whole.eval(), ""
             except Exception as error:  # PEFT's own, of a model that it does not know
                 reason = one_line(error, most=300)
