@@ -117,12 +117,12 @@ def test_training_stops_at_an_error_or_tells_it(tmp_path, tokenizer, make_config
 
     made, _ = two_sources(tmp_path, tokenizer, eval_fraction=0.3)
     with pytest.raises(ConfigError, match=r"data\.b; data\.a trains on .* prepare\.on_finding=warn"):
-        check_findings(make_config(), SimpleNamespace(sources=made), said=set())
+        check_findings(make_config(), SimpleNamespace(sources=made, prompts={}), said=set())
     said = set()
-    check_findings(make_config("prepare.on_finding=warn"), SimpleNamespace(sources=made), said=said)
+    check_findings(make_config("prepare.on_finding=warn"), SimpleNamespace(sources=made, prompts={}), said=said)
     assert "data.a trains on" in caplog.text
     logged = caplog.text
-    check_findings(make_config("prepare.on_finding=warn"), SimpleNamespace(sources=made), said=said)
+    check_findings(make_config("prepare.on_finding=warn"), SimpleNamespace(sources=made, prompts={}), said=said)
     assert caplog.text == logged, "the runs of a pack say what they have in common once"
 
 
