@@ -10,17 +10,23 @@ a real model. `task=certify` compares a small copy of it and plans the full-size
 """
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import tpu_experiments.tasks.certify  # before the processes are forked
+import tpu_experiments.tasks.plan.compiled  # noqa: F401
 from tests.benchmarks.decoders import IDS
+from tpu_experiments.command_line import main as main_of_commands
 
 REPOSITORY = Path(__file__).parents[2]
 DECODERS = Path(__file__).with_name("decoders.jsonl")
@@ -61,11 +67,24 @@ def certify(model_type: str, place: Path, *, machines: Sequence[str], method: st
     command += ["hw=cpu", f"task.machines=[{','.join(machines)}]", f"task.method={method}"]
     command += ["trainer.seq_len=2048", "trainer.global_batch_rows=256", "trainer.micro_batch_rows=1", "tuned=off"]
     command += ["data=sample_text", f"task.checks=[{','.join(CHECKS)}]", f"output_dir={place}"]
-    # Small matrices: threads that wait for one another on busy cores take longer than one alone.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    whole = [sys.executable, *command]
-    done = subprocess.run(whole, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=env)
-    return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+    with tempfile.TemporaryFile("w+") as said:
+        child = multiprocessing.get_context("fork").Process(target=in_child, args=(command, said))
+        child.start()
+        child.join()
+        said.seek(0)
+        return (said.read().strip() or f"ended with {child.exitcode}").splitlines()[-1]
+
+
+def in_child(command: Sequence[str], said: TextIO) -> None:
+    """Run a command in a process that has the libraries imported already."""
+    torch.set_num_threads(1)  # small matrices: threads that wait for one another take longer than one alone
+    os.chdir(REPOSITORY)
+    sys.argv = list(command)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main_of_commands()
+    finally:
+        said.flush()
 
 
 def table(certificates: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import forks
 from tests.data.small_tokenizers import byte_level, with_template
+from tests.hub import HubServer
 from tests.tasks.certify_faults import FAULTS, verdicts_with
 from tests.tiers import only
 from tpu_experiments.config.errors import ConfigError
@@ -237,3 +241,40 @@ def test_verdicts():
     assert verdict_of([made["right"], made["refused"], made["failed"]]) == "failed"
     assert verdict_of([made["right"], made["refused"], made["not checked"]]) == "refused"
     assert verdict_of([made["right"], made["not checked"]]) == "right"
+    assert verdict_of([made["right"], Check("logits", "not checked", "")]) == "not checked"
+    assert verdict_of([made["not checked"]]) == "not checked"
+
+
+def test_a_model_of_which_no_copy_is_computed_is_not_right(make_config, tmp_path, monkeypatch):
+    for copied in ("small_copy", "shallow_copy"):
+        monkeypatch.setattr(f"tpu_experiments.models.sources.isolation.{copied}", lambda config: config.no_such_value)
+    verdicts = verdicts_with("llama", make_config, tmp_path)
+    assert verdicts["isolation"].verdict == "refused"
+    assert "cannot be checked for transformers' llama, which computes no small copy" in verdicts["isolation"].said
+
+
+@pytest.mark.slow
+def test_the_step_is_compiled_for_each_machine(tmp_path):
+    config_of("qwen2").save_pretrained(tmp_path / "model")
+    words = ("task.checks=[step]", "hw=v5e1", "task.machines=[v6e1]", "task.method=compiled")
+    done = certify(tmp_path / "model", *words, place=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in content_of(tmp_path)["checks"]:
+        assert "compiled by libtpu" in step["said"]
+        assert step["figures"]["method"] == "compiled"
+
+
+def test_of_a_hub_id_no_weights_are_fetched(tmp_path):
+    (tmp_path / "set").mkdir()
+    config_of("qwen2").save_pretrained(tmp_path / "set")
+    (tmp_path / "set" / "model.safetensors").write_bytes(b"never read")
+    words = ["run.py", "task=certify", "model=qwen05b", "model.path=org/set", TOKENIZER, "name=x", *BATCH]
+    with HubServer(tmp_path / "set") as hub:
+        env = os.environ | hub.environment(tmp_path / "home")
+        command = [sys.executable, *words, "task.checks=[isolation,weights]", f"output_dir={tmp_path}"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert hub.reads["config.json"] == 1
+        assert hub.reads["model.safetensors"] == 0
+    assert done.returncode == 0, done.stdout + done.stderr
+    isolation, weights = content_of(tmp_path)["checks"]
+    assert (isolation["verdict"], weights["verdict"]) == ("right", "not checked")

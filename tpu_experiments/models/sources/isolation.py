@@ -95,15 +95,20 @@ def require_isolation(source: HuggingFaceModel, *, is_packed: bool) -> None:
         check_isolation(source, is_packed=is_packed)
     except Unchecked as error:
         if is_packed:
-            raise ConfigError(
-                f"{name}; whether a document changes the logits of the next one in its row cannot be checked for "
-                f"transformers' {kind}, which computes no small copy of its config ({error}); set "
-                "prepare.packing=pad, so that a row holds one document."
-            ) from error
+            raise unchecked_refusal(source, error) from error
         log.warning("%s: the attention of %s was not checked, since transformers computes no small copy (%s)",
                     name, kind, error)  # fmt: skip
         return
     record(passed)
+
+
+def unchecked_refusal(source: HuggingFaceModel, error: "Unchecked") -> ConfigError:
+    """Return the refusal of packed rows of a model of which transformers computes no copy."""
+    return ConfigError(
+        f"model={source.model.name}; whether a document changes the logits of the next one in its row cannot be "
+        f"checked for transformers' {source.config.model_type}, which computes no small copy of its config ({error}); "
+        "set prepare.packing=pad, so that a row holds one document."
+    )
 
 
 def check_isolation(source: HuggingFaceModel, *, is_packed: bool) -> dict[str, float]:

@@ -43,7 +43,7 @@ ADVICE = "move it away, or name another place with name= or output_dir="
 
 
 def run(config: Config) -> None:
-    """Make the checks and write the page; exit code 0 right, 2 refused, 1 failed.
+    """Make the checks and write the page; exit code 0 right, 2 refused, 1 failed or not checked.
 
     Raises:
         ConfigError: nothing can be certified; nothing was written.
@@ -60,7 +60,7 @@ def run(config: Config) -> None:
     for check in content["checks"]:
         print(for_terminal(f"{check['name']:<14}{check['verdict']:<13}{check['said']}"))
     print(for_terminal(f"{config.name} is {content['verdict']}: {paths.join(folder, PAGE)}"))
-    code = EXIT_CODES.get(content["verdict"], 0)
+    code = EXIT_CODES[content["verdict"]]
     if code:
         sys.exit(code)
 

@@ -10,7 +10,9 @@ from tpu_experiments.config.errors import ConfigError, one_line
 
 log = logging.getLogger(__name__)
 Verdict = Literal["right", "refused", "failed", "not checked"]
-EXIT_CODES: dict[str, int] = {"right": 0, "refused": 2, "failed": 1}
+EXIT_CODES: dict[Verdict, int] = {"right": 0, "refused": 2, "failed": 1, "not checked": 1}
+NEEDED = ("isolation", "logits")
+"""Checks without which nothing is right, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ def within(apart: dict[str, float], *, most: float, what: str) -> Seen:
 
 
 def verdict_of(checks: Sequence[Check]) -> Verdict:
-    """Return the verdict of all checks: failed if one is, else refused if one is."""
+    """Return the verdict of all checks: failed or refused if one is, right only if what is `NEEDED` was compared."""
     verdicts = {check.verdict for check in checks}
-    for worst in ("failed", "refused", "right"):
-        if worst in verdicts:
-            return worst
-    return "not checked"
+    if "failed" in verdicts:
+        return "failed"
+    if "refused" in verdicts:
+        return "refused"
+    is_open = any(check.verdict == "not checked" for check in checks if check.name in NEEDED)
+    return "not checked" if is_open or "right" not in verdicts else "right"

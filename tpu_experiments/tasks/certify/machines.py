@@ -12,6 +12,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import CertifyTaskConfig, PlanTaskConfig
 from tpu_experiments.objectives.base import trained_flops
+from tpu_experiments.planning.check import remedies_text
 from tpu_experiments.planning.plan import Plan
 from tpu_experiments.tasks.certify.checks import NotChecked, Seen
 from tpu_experiments.tasks.plan import check_hw, chosen_method
@@ -97,8 +98,7 @@ def seen_of(plan: Plan, *, note: str) -> Seen:
     how = note or f"compiled by libtpu {plan.versions.get('libtpu', 'unknown')}"
     memory = f"{plan.memory.total:.2f} of {plan.memory.limit:.2f} GiB a chip"
     if not plan.fits:
-        remedies = plan.shortage.remedies if plan.shortage is not None else ()
-        advice = f"try {remedies[0]}" if remedies else "take a machine with more memory"
+        advice = remedies_text(plan.shortage.remedies if plan.shortage is not None else ())
         raise ConfigError(f"hw={plan.hw.name}; {shape} need {memory} ({how}); {advice}.")
     figures = {
         "method": plan.method,

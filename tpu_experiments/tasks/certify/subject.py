@@ -21,6 +21,7 @@ from tpu_experiments.models.sources.isolation import (
     require_small,
     shallow_copy,
     small_copy,
+    unchecked_refusal,
 )
 from tpu_experiments.models.sources.loaded import check_loaded
 from tpu_experiments.objectives.base import model_source
@@ -130,6 +131,8 @@ class Subject:
     def isolation(self) -> Seen:
         """Check that documents do not reach one another, and that attention is as the objective says."""
         moved = self.isolated
+        if isinstance(moved, Unchecked) and self.is_packed:
+            raise unchecked_refusal(self.source, moved)
         if isinstance(moved, Unchecked):
             raise NotChecked(f"transformers computes no small copy of this config ({moved})")
         if isinstance(moved, ConfigError):
