@@ -38,7 +38,8 @@ def read(make_config, tokenizer, tmp_path):
     def read(*files, readers=None, sources=None, source=None, seq_len=None, **rollout):
         data = {path.stem: chat_source(path, **(source or {})) for path in files}
         config = replace(base, data=data, rollout=replace(base.rollout, **rollout))
-        preparation = Preparation(config.prepare, str(tmp_path / "prepared"), tokenizer, readers or {})
+        folder = str(tmp_path / "prepared")
+        preparation = Preparation(config.prepare, folder, tokenizer, readers or {}, needs_answers=False)
         return read_prompts(config, preparation=preparation, sources=sources, seq_len=seq_len), config, preparation
 
     return read
@@ -161,6 +162,34 @@ def test_only_the_named_sources_are_read(read, tmp_path):
     other = write_lines(tmp_path / "b.jsonl", asked(range(100, 120)))
     found, *_ = read(path, other, sources=["b"])
     assert {int(p.text.split()[2]) >= 100 for p in found.train} == {True}
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("name", ["answer", "solution"])
+def test_prompts_with_a_right_answer_beside_them_are_asked_as_trl_asks_them(read, tokenizer, tmp_path, name, is_chat):
+    asked = [turns(f"{n}!", "Salut!", f"Cât face {n} ori doi?") if is_chat else f"Cât face {n}?" for n in range(40)]
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": each, name: str(n)} for n, each in enumerate(asked)])
+    fields = {} if name == "answer" else {"fields": {"answer": name}}
+    found, config, preparation = read(path, source=fields)
+    assert len(found.train) > 25
+    for prompt in found.train:
+        given = prompt.row["prompt"]
+        messages = tuple((turn["role"], turn["content"]) for turn in given) if is_chat else (("user", given),)
+        text = render(messages, tokenizer=tokenizer, ends_with="generation_prompt")
+        assert prompt.ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert prompt.row["answer"] in prompt.text
+    rows = all_rows(prepare(config.data, data_size="full", seq_lens=[96], preparation=preparation)["a"], "train", 96)
+    assert rows.num_rows == len(found.train), "the answer is the reference"
+
+
+def test_prompts_without_an_answer_say_where_one_is_named(read, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": f"Cât face {n}?", "solution": str(n)} for n in range(40)])
+    _, config, preparation = read(path, source={"fields": {"answer": "solution"}})
+    config = replace(config, data={"a": chat_source(path)})
+    with pytest.raises(ConfigError, match=r"data\.a\.fields\.answer="):
+        prepare(config.data, data_size="full", seq_lens=[96], preparation=preparation)
+    with pytest.raises(ConfigError, match="no known format"):
+        prepare(config.data, data_size="full", seq_lens=[96], preparation=replace(preparation, needs_answers=True))
 
 
 @pytest.mark.parametrize("end", [[], [{"role": "assistant", "content": " "}]])

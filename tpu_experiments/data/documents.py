@@ -161,6 +161,8 @@ class SourceSpec:
     """Row field that `Document.label` is read from; None where texts have no labels."""
     reads_margin: bool = False
     """Whether `Document.margin` is read from the field `margin` of every pair."""
+    needs_answers: bool = True
+    """False where the model writes the answers itself: a row's `answer` is the reference of a question at its end."""
     keep: dict[str, list[Any]] = field(default_factory=dict)
     """Allowed values by row field (under the file's own names); rows with other values are left out."""
     eval_path: str | None = None
@@ -185,13 +187,20 @@ class SourceSpec:
 
 
 def spec_of(
-    name: str, source: DataSourceConfig, *, data_size: str, is_labelled: bool = False, reads_margin: bool = False
+    name: str,
+    source: DataSourceConfig,
+    *,
+    data_size: str,
+    is_labelled: bool = False,
+    reads_margin: bool = False,
+    needs_answers: bool = True,
 ) -> SourceSpec:
     """Resolve the path of a configured source; `data_size` is `full` or `sample`.
 
     Args:
         is_labelled: the texts are read with their labels.
         reads_margin: pairs are read with their margins.
+        needs_answers: conversations are learnt; else their prompts are asked.
 
     Raises:
         ConfigError: the sample is requested and there is none, `kind` and `format` do not agree, or labels are wanted
@@ -232,6 +241,7 @@ def spec_of(
         max_documents=source.max_documents,
         label_field=source.label_field if is_labelled else None,
         reads_margin=reads_margin,
+        needs_answers=needs_answers,
         keep={name: list(values) for name, values in source.keep.items()},
         group_field=None if source.split_by in (FIRST_TURN, DOCUMENT) else source.split_by,
         named_splits=source.named_splits,

@@ -80,10 +80,12 @@ class Preparation:
     """Further arrays of rows, as the objective declares them."""
     reads_margin: bool = False
     """Whether pairs are read with their margins."""
+    needs_answers: bool = True
+    """False where the model writes the answers itself, and a row's `answer` is its reference."""
 
     def spec(self, name: str, source: DataSourceConfig, *, data_size: str) -> SourceSpec:
         """Resolve a source as the objective reads it; arguments and errors as of `spec_of`."""
-        how = {"is_labelled": self.is_labelled, "reads_margin": self.reads_margin}
+        how = {name: getattr(self, name) for name in ("is_labelled", "reads_margin", "needs_answers")}
         return spec_of(name, source, data_size=data_size, **how)
 
 
@@ -481,7 +483,8 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
     if not splits["train"]["rows"]:
         raise ConfigError(
             f"{key}.eval_fraction={eval_fraction} and {key}.test_fraction={test_fraction}; no row is "
-            f"left to train on ({read}); {_most_frequent(manifest)}lower the fractions, loosen {key}.clean, or add "
+            f"left to train on ({read}); {_most_frequent(manifest)}{_reference_hint(tokens.spec)}lower the "
+            f"fractions, loosen {key}.clean, or add "
             "documents to "
             f"{tokens.spec.path}."
         )
@@ -493,6 +496,16 @@ def _require_rows(manifest: Mapping[str, Any], *, source: DataSourceConfig, toke
             f"with {key}.eval_path=FILE, {alike}add documents to {tokens.spec.path}, or, where another source holds "
             "some out, set it to 0."
         )
+
+
+def _reference_hint(spec: SourceSpec) -> str:
+    """Return what gives prompts an answer to compare with, as a clause; "" where conversations are learnt."""
+    if spec.needs_answers:
+        return ""
+    return (
+        "the model writes the answers, and held-out losses, lengths of rows and splits are those of a reference: give "
+        f"each row one as `answer`, or name its field (data.{spec.name}.fields.answer=); "
+    )
 
 
 def _most_frequent(manifest: Mapping[str, Any]) -> str:

@@ -158,6 +158,7 @@ def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, 
         labels=None if labels is None else tuple(labels),
         arrays=prepared_arrays(config),
         reads_margin=config.objective.reads_margin(),
+        needs_answers=not config.objective.samples_rollouts,
     )
 
 

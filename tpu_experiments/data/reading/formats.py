@@ -80,6 +80,8 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
 }
 FIELDS_OF_CHATS = ("system", "history", "tools", "reasoning")
 """Names under which `fields` of the config gives what every conversation may have beside its format's fields."""
+REFERENCE = "answer"
+"""Field of a row with the right answer to its question, where the model writes the answers itself."""
 WITH_HISTORY = ("question_answer", "instruction", "prompt_completion")
 """Formats of one question and one answer, beside which a row may have earlier turns and the answer's reasoning."""
 
@@ -130,6 +132,8 @@ def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> 
             unread = _unread(record, spec, inner)
             return replace(pair, group=group, rejected=other, scores=scores, margin=margin, unread=unread)
         turns, tools = _conversation(record, spec, unread=inner)
+        if not spec.needs_answers:
+            turns = _with_reference(record, turns)
         answered = _answered(turns) if needs_answer else turns
         if not answered:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
@@ -422,6 +426,15 @@ def _tools(record: Record, turns: list[Turn]) -> list[Any]:
     return tools or told
 
 
+def _with_reference(record: Record, turns: list[Turn]) -> list[Turn]:
+    """Return the turns with the row's field `answer`, where it is a text, behind a question at their end."""
+    answer = record.peek(REFERENCE)
+    if not turns or turns[-1].role == "assistant" or not isinstance(answer, str) or not answer.strip():
+        return turns
+    record.mark(REFERENCE)
+    return [*turns, Turn("assistant", encodable(answer, name=REFERENCE))]
+
+
 def _answered(turns: list[Turn]) -> list[Turn]:
     """Return the turns up to the last trainable assistant turn that has text, reasoning or calls a tool."""
     answers = [
@@ -462,6 +475,8 @@ def _require_users_masked(record: Record) -> None:
 def _prompt_completion(record: Record, spec: SourceSpec, unread: set[str]) -> list[Turn]:
     turns: list[Turn] = []
     for field, role in (("prompt", "user"), ("completion", "assistant")):
+        if field == "completion" and not spec.needs_answers and record.peek(field) is None:
+            continue
         name, given = _required(record, (field,), spec=spec)
         value = list_from_json(given) if is_turns(list_from_json(given)) else given
         if isinstance(value, str):

@@ -12,6 +12,7 @@ from tpu_experiments.data.reading.formats import (
     FIELDS_OF_CHATS,
     FIELDS_OF_FORMAT,
     OPTIONAL_FIELDS,
+    REFERENCE,
     own_fields,
 )
 from tpu_experiments.data.reading.pairs import format_of_pair
@@ -37,6 +38,7 @@ def recognise(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> SourceSp
         spec = _recognised(_first_fields(rows, spec=spec), spec=spec)
     known = {"id", *OPTIONAL_FIELDS.get(spec.format, ())}.union(*FIELDS_OF_FORMAT[spec.format])
     known |= set(FIELDS_OF_CHATS) if spec.kind != "text" else set()
+    known |= set() if spec.needs_answers else {REFERENCE}
     unknown = [name for name, own in spec.fields.items() if name not in known and own]
     if unknown:
         raise ConfigError(
@@ -67,7 +69,7 @@ def _first_fields(rows: Iterable[RawRow | Refused], *, spec: SourceSpec) -> list
 def _recognised(seen: list[Record], *, spec: SourceSpec) -> SourceSpec:
     if spec.kind != "preference":
         _refuse_preferences(seen, spec=spec)
-    found = _formats_of(seen, kind=spec.kind)
+    found = _formats_of(seen, kind=spec.kind, needs_answers=spec.needs_answers)
     if len(found) == 1:
         return replace(spec, format=found[0])
     choices = ", ".join(name for name in FORMATS_OF_KIND[spec.kind] if name != "auto")
@@ -144,11 +146,12 @@ def _refuse_preferences(seen: list[Record], *, spec: SourceSpec) -> None:
     )
 
 
-def _formats_of(seen: list[Record], *, kind: str) -> list[str]:
-    return sorted({found for record in seen if (found := _format_of(record, kind=kind)) is not None})
+def _formats_of(seen: list[Record], *, kind: str, needs_answers: bool = True) -> list[str]:
+    each = (_format_of(record, kind=kind, needs_answers=needs_answers) for record in seen)
+    return sorted({found for found in each if found is not None})
 
 
-def _format_of(record: Record, *, kind: str) -> str | None:
+def _format_of(record: Record, *, kind: str, needs_answers: bool = True) -> str | None:
     """Return the format of one row; None if it matches none."""
     text = record.peek("text")
     if kind == "text":
@@ -163,7 +166,8 @@ def _format_of(record: Record, *, kind: str) -> str | None:
     for name in ("question_answer", "instruction"):
         if all(isinstance(record.peek(*either), str) for either in FIELDS_OF_FORMAT[name]):
             return name
-    if all(isinstance(record.peek(name), str | list) for name in ("prompt", "completion")):
+    beside = ("completion",) if needs_answers else ()
+    if all(isinstance(record.peek(name), str | list) for name in ("prompt", *beside)):
         return "prompt_completion"
     if isinstance(text, str) and "[INST]" in text:
         return "llama2"

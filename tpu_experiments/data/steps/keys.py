@@ -72,6 +72,7 @@ def tokens_key(
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
             **({} if spec.label_field is None else {"label_field": spec.label_field}),
             **({"margins": True} if spec.reads_margin else {}),
+            **({} if spec.needs_answers else {"needs_answers": False}),
             "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
             "template": template_hash(tokenizer) if tokenizer is not None and spec.kind != "text" else None,
             **({"quoting": spec.quoting} if has_tables else {}),
@@ -149,7 +150,7 @@ def format_of_content(
     if spec.format != "auto":
         return recognise()
     facts = {"version": RECOGNITION, "content": content, "kind": spec.kind, "fields": spec.fields}
-    facts["quoting"] = spec.quoting
+    facts |= {"quoting": spec.quoting, **({} if spec.needs_answers else {"needs_answers": False})}
     memory, key = _JsonCache(paths.join(folder, "formats.json")), short_hash(facts)
     known = memory.read().get(key)
     if known is not None:
