@@ -119,7 +119,7 @@ def without_start(
     factor = 2 if lora.scaling == "alpha_over_r" else math.sqrt(2)
     ranks = {key: 2 * rank for key, rank in lora.rank_pattern.items()}
     alphas = {key: factor * alpha for key, alpha in lora.alpha_pattern.items()}
-    more = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    more: dict[str, Any] = {"rank_pattern": ranks, "alpha_pattern": alphas}
     return tensors, replace(lora, r=2 * lora.r, alpha=factor * lora.alpha, **more)
 
 

@@ -109,7 +109,7 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
 
 def _own_values(lora: LoraConfig) -> str:
     """Return the ranks and alphas of single modules in parentheses; nothing where there are none."""
-    words = {"rank": lora.rank_pattern, "alpha": lora.alpha_pattern}
+    words: dict[str, Mapping[str, float]] = {"rank": lora.rank_pattern, "alpha": lora.alpha_pattern}
     told = [f"{word} {value:g} for {as_code(name)}" for word, own in words.items() for name, value in own.items()]
     return f" ({', '.join(told)})" if told else ""
 
