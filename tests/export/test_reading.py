@@ -85,7 +85,6 @@ def test_that_of_a_reduced_base_is_one_of_the_whole_base(tmp_path: Path) -> None
 
 
 MORE: dict[str, dict[str, Any]] = {
-    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
     "layer_replication=[[0, 1]]": {"layer_replication": [[0, 1]]},
     "bias=all, lora_bias=True": {"bias": "all", "lora_bias": True},
     "init_lora_weights=pissa_niter_16": {"init_lora_weights": "pissa_niter_16"},

@@ -189,7 +189,7 @@ class Attention(nn.Module):
 
 
 def test_only_adapters_of_one_scale_are_joined() -> None:
-    model = Attention()
+    model: Any = Attention()
     inject(model, LoraConfig(r=4, alpha=8.0, targets=["q_proj", "k_proj", "v_proj"], rank_pattern={"q_proj": 2}))
     joined = [[m.leaf for m in part.siblings.members] for part in model.children() if isinstance(part, LoraLinear)]
     assert joined == [["q_proj"], ["k_proj", "v_proj"], ["k_proj", "v_proj"]]
@@ -197,7 +197,7 @@ def test_only_adapters_of_one_scale_are_joined() -> None:
 
 
 def test_adapters_of_one_scale_and_different_ranks_are_joined() -> None:
-    model = Attention()
+    model: Any = Attention()
     patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4.0}}
     inject(model, LoraConfig(r=4, alpha=8.0, targets=["q_proj", "k_proj"], **patterns))
     x = torch.randn(3, 12)

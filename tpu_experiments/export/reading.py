@@ -161,7 +161,7 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     )
 
 
-def _pattern(config: Mapping[str, Any], key: str, kind: type, *, place: str) -> dict[str, Any]:
+def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float], *, place: str) -> dict[str, Any]:
     """Return the values of single modules in an adapter's settings.
 
     Raises:

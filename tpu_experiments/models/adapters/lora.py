@@ -117,7 +117,8 @@ def saved_parameters(module: nn.Module, lora: LoraConfig) -> list[str]:
         ConfigError: a name is of no module with parameters, or of a quantised one; or the parameter is the embedding
             and the head, and `lora.ensure_weight_tying` does not say that it is trained as both.
     """
-    shown, quantised, found = ", ".join(lora.modules_to_save), quantised_shapes(module), set()
+    shown, quantised = ", ".join(lora.modules_to_save), quantised_shapes(module)
+    found: set[str] = set()
     first: dict[int, str] = {}
     matched: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
