@@ -605,7 +605,9 @@ def _read_gemma4(arch: Any) -> Gemma4:
     inner, sharing = int(_required(values, "intermediate_size")), int(values.get("num_kv_shared_layers") or 0)
     equal = bool(values.get("attention_k_eq_v"))
     of_one = {str(n): each for n, each in (values.get("per_layer_config") or {}).items()}
-    wide = next((of_one.get(str(n), {}) for n, kind in enumerate(kinds) if kind == "full_attention"), {})
+    wide: dict[str, Any] = next(
+        (of_one.get(str(n), {}) for n, kind in enumerate(kinds) if kind == "full_attention"), {}
+    )
     if values.get("per_layer_config") is None:
         wide = {"head_dim": values.get("global_head_dim") or 512}
         wide |= {"num_key_value_heads": values.get("num_global_key_value_heads")} if equal else {}
