@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.benchmarks.decoders import small_config
 from tests.models.encoders import ENCODERS, SMALL
 from tests.models.test_families import FAMILIES, SIZES, alone
 from tpu_experiments.config.errors import ConfigError
@@ -196,6 +197,24 @@ def test_the_part_that_sees_is_counted_in_one_line(tmp_path, caplog):
     assert f"not read: {count} of the part that sees or hears (" in text
     change(tmp_path, {"model.vision_tower.extra.weight": torch.ones(2)})
     assert "the checkpoint has 1 tensor that Gemma3ForConditionalGeneration has not" in refused(tmp_path)
+
+
+def test_keys_of_layers_that_share_them_are_known(tmp_path, caplog):
+    """Gemma 4 E2B's own checkpoint has them, and transformers' class leaves them out."""
+    torch.manual_seed(0)
+    config = small_config("gemma4")
+    text = {name: value for name, value in config.text_config.to_dict().items() if name != "per_layer_config"}
+    text |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 32}
+    config.text_config = type(config.text_config)(**text | {"layer_types": ["sliding_attention", "full_attention"] * 2})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    before = logged(tmp_path, caplog)
+    caplog.clear()
+    names = {f"model.language_model.layers.3.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+    change(tmp_path, {name: torch.ones(16) for name in sorted(names)})
+    assert "3 that transformers' Gemma4ForConditionalGeneration leaves out" in logged(tmp_path, caplog)
+    assert "leaves out" not in before
+    change(tmp_path, {"model.language_model.layers.1.self_attn.q_proj.bias": torch.ones(16)})
+    assert "the checkpoint has 1 tensor that Gemma4ForConditionalGeneration has not" in refused(tmp_path)
 
 
 def test_another_head_of_an_encoder_is_known(tmp_path, caplog):
