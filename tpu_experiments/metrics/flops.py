@@ -178,7 +178,8 @@ class Decoder:
             named |= dict.fromkeys(of_heads[: self.family.head_norms], (self.head_dim,))
             found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in named.items()}
         saved = {name: shape for name, shape in found.items() if is_saved(name, lora)} if lora.r else {}
-        if self.tied and saved.pop("lm_head.weight", None):
+        if self.tied and "lm_head.weight" in saved:
+            del saved["lm_head.weight"]
             saved["model.embed_tokens.weight"] = (self.vocab_size, self.hidden)
         return saved
 
