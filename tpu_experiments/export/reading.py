@@ -171,7 +171,8 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float],
     if not isinstance(given, dict):
         raise ConfigError(f"{place}; {key}={given!r:.60}; it must be a table of names and numbers; copy it again.")
     for name, value in given.items():
-        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number &= kind is float or isinstance(value, int)
         if not is_number or not value or (kind is int and value < 1):
             raise ConfigError(
                 f"{place}; {key} has {name!r:.60}: {value!r:.60}; a rank is a whole number from 1, and an alpha a "
