@@ -153,7 +153,7 @@ def test_gemma4_counts_as_the_module_does(variant: str) -> None:
     linears = {n: (m.in_features, m.out_features) for n, m in module.named_modules() if type(m) is torch.nn.Linear}
     for target in ("all-linear", "q_proj", "v_proj", "down_proj", "per_layer_projection"):
         expected = [shape for name, shape in linears.items() if is_target(name, target)]
-        assert sorted(decoder.adapted([target])) == sorted(expected)
+        assert sorted(decoder.adapted(LoraConfig(r=1, targets=[target]))) == sorted(expected)
 
 
 def test_a_mixture_counts_as_the_module_does() -> None:
@@ -164,7 +164,7 @@ def test_a_mixture_counts_as_the_module_does() -> None:
     decoder = read_decoder(config)
     assert decoder == read_decoder({"model_type": "qwen3_moe", **given})
     assert decoder.parameters == sum(p.numel() for p in module.parameters())
-    assert len(decoder.adapted(["all-linear"])) == 8 * 4
+    assert len(decoder.adapted(LoraConfig(r=1, targets=["all-linear"]))) == 8 * 4
     experts = 8 * 6 * 3 * 64 * 40
     assert sum(decoder.multiplied.values()) == decoder.matrices_of_layers - experts * 4 / 6
     with pytest.raises(ConfigError, match=r"mlp_only_layers=\[1\]"):

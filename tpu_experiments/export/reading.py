@@ -161,6 +161,12 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     )
 
 
+LONGEST_PATTERN, REPETITIONS = 500, 3
+"""Of a stranger's regular expression: names of modules have some hundred letters, and each repetition may be tried at
+every one of them."""
+REPETITION, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+
+
 def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float], *, place: str) -> dict[str, Any]:
     """Return the values of single modules in an adapter's settings.
 
@@ -181,6 +187,11 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float],
             re.compile(name)
         except re.error as error:
             raise ConfigError(f"{place}; {key} has {name!r:.60}, no regular expression ({error}); mend it.") from error
+        if len(name) > LONGEST_PATTERN or REPEATED_GROUP.search(name) or len(REPETITION.findall(name)) > REPETITIONS:
+            raise ConfigError(
+                f"{place}; {key} has {name!r:.60}; matching it may take for ever (more than {LONGEST_PATTERN} letters, "
+                f"a repeated group, or more than {REPETITIONS} repetitions); write the names of the modules."
+            )
     return {name: kind(value) for name, value in given.items()}
 
 

@@ -96,6 +96,11 @@ FAMILIES = {
 }
 
 
+BASE = "model"
+"""First part of the names of a decoder's layers."""
+EMBEDDING = f"{BASE}.embed_tokens.weight"
+
+
 @dataclass(frozen=True)
 class Decoder:
     """Sizes of one model; every count is of elements, not bytes."""
@@ -200,7 +205,7 @@ class Decoder:
         Norms of layers with attention alone, and no biases.
         """
         found: dict[str, tuple[int, ...]] = {f"{name}.weight": (high, wide) for name, (wide, high) in self._linears()}
-        found["model.embed_tokens.weight"], found["model.norm.weight"] = (self.vocab_size, self.hidden), (self.hidden,)
+        found[EMBEDDING], found[f"{BASE}.norm.weight"] = (self.vocab_size, self.hidden), (self.hidden,)
         norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
         of_heads = ["self_attn.q_norm", "self_attn.k_norm"]
         for layer in range(self.num_layers):
@@ -208,14 +213,15 @@ class Decoder:
             named |= dict.fromkeys(of_heads[: self.family.head_norms], (self.head_dim,))
             found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in named.items()}
         saved = {name: shape for name, shape in found.items() if is_saved(name, lora)} if lora.r else {}
-        if self.tied and saved.pop("lm_head.weight", ()):
-            saved["model.embed_tokens.weight"] = (self.vocab_size, self.hidden)
+        if self.tied and "lm_head.weight" in saved:
+            del saved["lm_head.weight"]
+            saved[EMBEDDING] = (self.vocab_size, self.hidden)
         return saved
 
     def trains_head(self, lora: LoraConfig) -> bool:
         """Return whether the head has a gradient of its own."""
         saved = self.saved_by_name(lora)
-        return not lora.r or "lm_head.weight" in saved or (self.tied and "model.embed_tokens.weight" in saved)
+        return not lora.r or "lm_head.weight" in saved or (self.tied and EMBEDDING in saved)
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
