@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tpu_experiments.config.errors import one_line
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig
+from tpu_experiments.config.model_schema import PATTERNS, LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
@@ -339,9 +339,13 @@ def _next_token_loss(module: nn.Module, leaves: Mapping[str, Tensor], rows: Rows
 
 
 def small_lora(lora: LoraConfig) -> LoraConfig:
-    """Return adapters of a small rank with the same ratio of alpha to it, whose start is that of plain LoRA."""
-    r = min(lora.r, RANK)
-    return replace(lora, r=r, alpha=lora.alpha * r / lora.r, init="b_zero", dropout=0.0)
+    """Return adapters of a small rank with the same ratio of alpha to it, whose start is that of plain LoRA.
+
+    Modules that are trained whole, and ranks and alphas of single modules, are left out.
+    """
+    r, plain = min(lora.r, RANK), LoraConfig(r=1)
+    left_out = {name: getattr(plain, name) for name in (*PATTERNS, "modules_to_save", "ensure_weight_tying")}
+    return replace(lora, r=r, alpha=lora.alpha * r / lora.r, init="b_zero", dropout=0.0, **left_out)
 
 
 @contextmanager
