@@ -162,7 +162,7 @@ BROKEN = {
     "rank_pattern has 'q_proj': 2.5; a rank is": {"rank_pattern": {"q_proj": 2.5}},
     "rank_pattern has 'q_proj': True; a rank is": {"rank_pattern": {"q_proj": True}},
     "alpha_pattern has 'q_proj': 0.0; a rank is": {"alpha_pattern": {"q_proj": 0.0}},
-    "alpha_pattern has '(', no regular expression": {"alpha_pattern": {"(": 2}},
+    "alpha_pattern has '('; it is no regular expression": {"alpha_pattern": {"(": 2}},
     "rank_pattern has '(p+)+x'; matching it may": {"rank_pattern": {"(p+)+x": 2}},
     "rank_pattern has '.*.*.*.*x'; matching it may": {"rank_pattern": {".*.*.*.*x": 2}},
     "up_proj.lora_A.weight (2, 5) with r=3": {"rank_pattern": {"up_proj": 3}},

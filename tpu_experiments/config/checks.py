@@ -15,7 +15,7 @@ from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import PACKAGE
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, PATTERNS, SAVABLE, has_patterns
+from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, PATTERNS, SAVABLE, has_patterns, pattern_problem
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.rollout_schema import rollout_problems
@@ -368,10 +368,8 @@ def _patterns(key: str, patterns: Mapping[str, float], *, has_adapters: bool) ->
             wanted = "a whole number from 1; for no adapter, leave the module out of lora.targets"
             bound = f"a rank is {wanted}" if is_rank else "it must be above 0 and finite"
             yield f"{key} has {pattern!r}: {value:g}; {bound}."
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"{key} has {pattern!r}; it is no regular expression ({error}); write the name of a module."
+        if problem := pattern_problem(pattern):
+            yield f"{key} has {pattern!r:.80}; {problem}."
 
 
 def _base(config: Config) -> list[str]:

@@ -206,6 +206,30 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 Value = TypeVar("Value")
 
 
+LONGEST_PATTERN, REPETITIONS = 500, 3
+"""Of a regular expression, which may be a stranger's: names of modules have some hundred letters, and each repetition
+may be tried at every one of them."""
+REPETITION, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Return what is wrong with a pattern and what to do; None of one that is matched in no time."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"it is no regular expression ({error}); write the name of a module"
+    if (
+        len(pattern) > LONGEST_PATTERN
+        or REPEATED_GROUP.search(pattern)
+        or len(REPETITION.findall(pattern)) > REPETITIONS
+    ):
+        return (
+            f"matching it may take for ever (more than {LONGEST_PATTERN} letters, a repeated group, or more than "
+            f"{REPETITIONS} repetitions); write the names of the modules"
+        )
+    return None
+
+
 def pattern_key(patterns: Mapping[str, Any], name: str) -> str:
     """Return the pattern that applies to a module, as PEFT finds it; the name itself where none does."""
     found = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))

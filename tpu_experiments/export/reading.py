@@ -1,7 +1,6 @@
 """Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,14 @@ from safetensors.torch import load
 from torch import Tensor
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, is_saved, lora_of, rounded_settings
+from tpu_experiments.config.model_schema import (
+    LoraConfig,
+    ModelConfig,
+    is_saved,
+    lora_of,
+    pattern_problem,
+    rounded_settings,
+)
 from tpu_experiments.config.regular_files import NotRegular
 from tpu_experiments.export.peft import (
     ADAPTER_CONFIG,
@@ -161,12 +167,6 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     )
 
 
-LONGEST_PATTERN, REPETITIONS = 500, 3
-"""Of a stranger's regular expression: names of modules have some hundred letters, and each repetition may be tried at
-every one of them."""
-REPETITION, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
-
-
 def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float], *, place: str) -> dict[str, Any]:
     """Return the values of single modules in an adapter's settings.
 
@@ -183,15 +183,8 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float],
                 f"{place}; {key} has {name!r:.60}: {value!r:.60}; a rank is a whole number from 1, and an alpha a "
                 "finite number that is not 0; copy the file again."
             )
-        try:
-            re.compile(name)
-        except re.error as error:
-            raise ConfigError(f"{place}; {key} has {name!r:.60}, no regular expression ({error}); mend it.") from error
-        if len(name) > LONGEST_PATTERN or REPEATED_GROUP.search(name) or len(REPETITION.findall(name)) > REPETITIONS:
-            raise ConfigError(
-                f"{place}; {key} has {name!r:.60}; matching it may take for ever (more than {LONGEST_PATTERN} letters, "
-                f"a repeated group, or more than {REPETITIONS} repetitions); write the names of the modules."
-            )
+        if problem := pattern_problem(name):
+            raise ConfigError(f"{place}; {key} has {name!r:.60}; {problem}.")
     return {name: kind(value) for name, value in given.items()}
 
 
