@@ -139,7 +139,7 @@ def test_what_torch_xla_adds_is_what_a_run_sets() -> None:
     """For every TPU of conf/hw, by torch_xla's own function, which its import calls on a machine with chips."""
     machines = [composed("task=plan", f"hw={file.stem}").hw for file in sorted((CONF / "hw").glob("*.yaml"))]
     cases = [(hw, exported) for hw in machines if hw.device == "tpu" for exported in EXPORTED]
-    assert {hw.topology[:3] for hw, _ in cases if hw.topology} == {"v4:", "v5e", "v5p", "v6e"}
+    assert {hw.topology[:3] for hw, _ in cases if hw.topology} == {"v4:", "v5e", "v5p", "v6e", "tpu"}
     asked = [(accelerator_of(hw), f"{exported} {' '.join(of_the_config(hw))}") for hw, exported in cases]
     done = subprocess.run([sys.executable, "-c", ADDED], input=json.dumps(asked), capture_output=True, text=True)
     answers = done.stdout.splitlines()
