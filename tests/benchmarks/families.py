@@ -38,8 +38,13 @@ FAMILIES = (
     *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "xlstm"),
 )
 CHECKS = ("isolation", "logits", "adapter", "folded", "export", "generation", "step")
-OWN: dict[str, dict[str, Any]] = {"ministral3": {"sliding_window": None}}
-"""Values without which a class's own default is no config."""
+OF_GRANITE = {"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+OWN: dict[str, dict[str, Any]] = {
+    "ministral3": {"sliding_window": None},
+    "granite": {**OF_GRANITE, "residual_multiplier": 0.22},
+}
+"""Values without which a class's own default is no config, or one that no model has: scores that are not divided at all
+(Granite 3.0 8B's are taken) round by more than 1e-5."""
 
 
 def words_of(model_type: str, folder: Path) -> list[str]:
