@@ -256,10 +256,13 @@ def test_a_model_of_which_no_copy_is_computed_is_not_right(make_config, tmp_path
 @pytest.mark.slow
 def test_the_step_is_compiled_for_each_machine(tmp_path):
     config_of("qwen2").save_pretrained(tmp_path / "model")
-    words = ("task.checks=[step]", "hw=v5e1", "task.machines=[v6e1]", "task.method=compiled")
+    words = ("task.checks=[adapter,step]", "hw=v5e1", "task.machines=[v6e1]", "task.method=compiled")
     done = certify(tmp_path / "model", *words, place=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for step in content_of(tmp_path)["checks"]:
+    adapter, *steps = content_of(tmp_path)["checks"]
+    assert adapter["verdict"] == "right", "its gradients are taken beside torch_xla's device"
+    assert len(steps) == 2
+    for step in steps:
         assert "compiled by libtpu" in step["said"]
         assert step["figures"]["method"] == "compiled"
 
