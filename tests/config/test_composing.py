@@ -53,13 +53,15 @@ def test_a_model_that_is_named_brings_its_own_tokenizer(tmp_path):
     def tokenizer_of(*words):
         return config_of(["data=sample_text", "trainer.seq_len=128", *words]).model.tokenizer_path
 
-    own, bare = tmp_path / "own", tmp_path / "bare"
-    for folder in (own, bare):
+    own, old, bare = tmp_path / "own", tmp_path / "old", tmp_path / "bare"
+    for folder in (own, old, bare):
         folder.mkdir()
     (own / "tokenizer.json").write_text("{}")
+    (old / "vocab.json").write_text("{}")
     shipped = tokenizer_of()
     assert shipped == "tpu_experiments/samples/stories/tokenizer"
     assert tokenizer_of(f"model.path={own}") is None
+    assert tokenizer_of(f"model.path={old}") is None
     assert tokenizer_of("model.path=someone/model") is None
     assert tokenizer_of(f"model.path={bare}") == shipped, "it has none"
     assert tokenizer_of(f"model.path={own}", f"model.tokenizer_path={shipped}") == shipped

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models.test_families import SIZES, alone
+from tests.models.untrained import move_logits
 from tests.training.tiny import Run, random_batch
 from tpu_experiments.checkpoint.proof import read_model
 from tpu_experiments.checkpoint.reading import without_values
@@ -74,12 +75,7 @@ def written(kind, folder):
     config = config_of(kind)
     config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3)
-        for buffer in persistent_buffers(model).values():
-            buffer.add_(torch.randn(buffer.shape) * 0.3)
+    move_logits(model)
     model.save_pretrained(folder)
     return model
 

@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.adapter_exports import require_equal_exports
 from tests.models.test_lora_peft import overrides, require_equal_gradients, require_equal_steps, with_peft
-from tests.training.tiny import Run, plain_config, random_batch
+from tests.training.tiny import Run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, lora_of, pattern_key
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.export.reading import read_adapter
-from tpu_experiments.export.weights import whole_model
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.adapters.lora import inject
-from tpu_experiments.models.passes.forward import attention_masks, logits_of
-from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = [
@@ -80,55 +78,17 @@ def test_the_first_of_several_patterns_applies() -> None:
     assert lora_of(lora, "a.0.q_proj") == LoraConfig(r=4, alpha=1.0)
 
 
-def rows_and_masks(base: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    rows = {name: random_batch(9)[name][0] for name in ("ids", "learn", "positions", "segments")}
-    masks = attention_masks(rows["segments"], config=base.config)
-    return rows, {"input_ids": rows["ids"], "position_ids": rows["positions"], "attention_mask": masks}
-
-
-def base_of(run: Run, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
-
-
 @pytest.mark.parametrize("init", ["b_zero", "pissa"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_export_gives_the_same_logits_in_peft_merged_and_read_back(
     make_config, tmp_path: Path, case: str, init: str
 ) -> None:
-    from peft import PeftModel
-
     config = make_config(*overrides("qwen05b", *CASES[case], f"lora.init={init}"))
-    run = Run(config, EagerRuntime(config.hw))
-    run.losses([random_batch(i) for i in range(3)])
-    write_adapter(
-        str(tmp_path), parameters=run.parameters, initial=run.model.taken_out, lora=config.lora, base_path="base",
-        revision=None,
-    )  # fmt: skip
+    found = require_equal_exports(config, tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     times = 2 if init == "pissa" else 1
     assert written["rank_pattern"] == {name: times * rank for name, rank in config.lora.rank_pattern.items()}
-    base = base_of(run, config.seed)
-    rows, given = rows_and_masks(base)
-    with torch.no_grad():
-        ours = logits_of(run.model.module.eval(), run.parameters, rows)
-        theirs = PeftModel.from_pretrained(base, str(tmp_path)).eval()(**given, use_cache=False).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-    found = read_adapter(str(tmp_path))
     assert found.lora.rank_pattern == written["rank_pattern"]
-    source = run.model.source
-    frozen = build_frozen(source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor)
-    merged = whole_model(source, lora=found.lora, trained=found.tensors)
-    plain = base_of(run, config.seed)
-    plain.load_state_dict(dict(merged.tensors()), strict=False)
-    with torch.no_grad():
-        again = logits_of(frozen.eval(), {}, rows)
-        whole = plain.eval()(**given, use_cache=False).logits
-    torch.testing.assert_close(ours, again, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
 
 
 def test_an_adapter_that_peft_wrote_is_read(make_config, tmp_path: Path) -> None:

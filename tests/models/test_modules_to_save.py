@@ -8,15 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_lora_patterns import base_of, rows_and_masks
+from tests.models.adapter_exports import require_equal_exports
 from tests.models.test_lora_peft import overrides, require_equal_gradients, require_equal_steps, with_peft
-from tests.training.tiny import Run, random_batch
+from tests.training.tiny import Run
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
-from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
+from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from tpu_experiments.export.reading import read_adapter
-from tpu_experiments.export.weights import whole_model
-from tpu_experiments.models.passes.forward import logits_of
 from tpu_experiments.models.sources.build import describe
 from tpu_experiments.models.sources.frozen import build_frozen
 from tpu_experiments.runtime.eager import EagerRuntime
@@ -52,32 +50,7 @@ def test_losses_and_gradients_are_those_of_peft(make_config, case: str) -> None:
 def test_the_export_gives_the_same_logits_in_peft_merged_and_read_back(
     make_config, tmp_path: Path, case: str, init: str
 ) -> None:
-    from peft import PeftModel
-
-    config = make_config(*overrides(*CASES[case], f"lora.init={init}"))
-    run = Run(config, EagerRuntime(config.hw))
-    run.losses([random_batch(i) for i in range(3)])
-    write_adapter(
-        str(tmp_path), parameters=run.parameters, initial=run.model.taken_out, lora=config.lora, base_path="base",
-        revision=None, tied=run.model.source.tied_names,
-    )  # fmt: skip
-    base = base_of(run, config.seed)
-    rows, given = rows_and_masks(base)
-    with torch.no_grad():
-        ours = logits_of(run.model.module.eval(), run.parameters, rows)
-        theirs = PeftModel.from_pretrained(base, str(tmp_path)).eval()(**given, use_cache=False).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-    found = read_adapter(str(tmp_path))
-    source = run.model.source
-    frozen = build_frozen(source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor)
-    plain = base_of(run, config.seed)
-    plain.load_state_dict(dict(whole_model(source, lora=found.lora, trained=found.tensors).tensors()), strict=False)
-    with torch.no_grad():
-        again = logits_of(frozen.eval(), {}, rows)
-        whole = plain.eval()(**given, use_cache=False).logits
-    torch.testing.assert_close(ours, again, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
+    require_equal_exports(make_config(*overrides(*CASES[case], f"lora.init={init}")), tmp_path)
 
 
 @pytest.mark.parametrize("case", ["embedding and norms", "tied", "tied, by the head"])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.config.composing import composed
 from tests.models.test_families import alone, packed_rows
+from tests.models.untrained import move_logits
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
 from tpu_experiments.config.mesh import mesh_of
@@ -22,7 +23,6 @@ from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.models.adapters.lora import adapted_weights
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.forward import logits_of
-from tpu_experiments.models.sources.buffers import persistent_buffers
 from tpu_experiments.models.sources.build import build_model, describe
 from tpu_experiments.models.sources.isolation import require_isolation
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
@@ -119,12 +119,7 @@ def copied(request, tmp_path_factory):
     source.config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32, trust_remote_code=False).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3)
-        for buffer in persistent_buffers(model).values():
-            buffer.add_(torch.randn(buffer.shape) * 0.3)
+    move_logits(model)
     model.save_pretrained(folder)
     return config, model, folder
 

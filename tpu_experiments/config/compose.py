@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tpu_experiments.config.checks import MAX_NAME_LENGTH, check
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.fields import walk
-from tpu_experiments.config.folders import CONF
+from tpu_experiments.config.folders import CONF, has_tokenizer
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.messages import choices, path_of_model, sentence
 from tpu_experiments.config.model_schema import ModelConfig, ShardingConfig
@@ -89,9 +89,6 @@ def as_typed(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return _with_own_tokenizer(composed, {line.partition("=")[0].lstrip("+") for line in overrides})
 
 
-FILES_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
 def _with_own_tokenizer(composed: DictConfig, keys: Collection[str]) -> DictConfig:
     """Take the tokenizer of the model that `model.path=` names, not that of the preset's own.
 
@@ -102,9 +99,8 @@ def _with_own_tokenizer(composed: DictConfig, keys: Collection[str]) -> DictConf
     """
     if "model.path" not in keys or "model.tokenizer_path" in keys:
         return composed
-    path = OmegaConf.select(composed, "model.path")
-    folder = Path(str(path))
-    if not folder.is_dir() or any((folder / name).exists() for name in FILES_OF_TOKENIZERS):
+    folder = Path(str(OmegaConf.select(composed, "model.path")))
+    if not folder.is_dir() or has_tokenizer(folder):
         OmegaConf.update(composed, "model.tokenizer_path", None)
     return composed
 

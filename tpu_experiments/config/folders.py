@@ -21,6 +21,12 @@ def cache_folder(name: str) -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tpu_experiments", name)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds files of a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab*")
+    return any(any(folder.glob(name)) for name in names)
+
+
 def require_checkout(engine: str) -> None:
     """Refuse an engine of sweeps that sends this project's files to other machines, where it is installed as a wheel.
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from tpu_experiments.config.errors import ConfigError, one_line
+from tpu_experiments.config.folders import has_tokenizer
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import HuggingFaceModel
@@ -221,7 +222,7 @@ class Subject:
             ConfigError: it cannot be read.
         """
         place = find_local(tokenizer_location(self.config))
-        if place is not None and place.is_dir() and not any(map(any, (place.glob(n) for n in TOKENIZERS))):
+        if place is not None and place.is_dir() and not has_tokenizer(place):
             raise NotChecked(f"{place} has no tokenizer; name one with model.tokenizer_path=")
         return load_run_tokenizer(self.config)
 
@@ -236,7 +237,6 @@ class Subject:
         return look(self.tokenizer, config=self.source.config, folder=self.folder)
 
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab*")
 COPIES: dict[str, Callable[[PretrainedConfig], PretrainedConfig]] = {
     "a small copy with the model's own RoPE": partial(small_copy, keeps_rope=True, periods=2),
     "a small copy with plain RoPE": partial(small_copy, periods=2),
