@@ -168,7 +168,8 @@ def test_only_the_named_sources_are_read(read, tmp_path):
 @pytest.mark.parametrize("name", ["answer", "solution"])
 def test_prompts_with_a_right_answer_beside_them_are_asked_as_trl_asks_them(read, tokenizer, tmp_path, name, is_chat):
     asked = [turns(f"{n}!", "Salut!", f"Cât face {n} ori doi?") if is_chat else f"Cât face {n}?" for n in range(40)]
-    path = write_lines(tmp_path / "a.jsonl", [{"prompt": each, name: str(n)} for n, each in enumerate(asked)])
+    right = [str(n) if n % 2 else n for n in range(40)]
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": p, name: n} for p, n in zip(asked, right, strict=True)])
     fields = {} if name == "answer" else {"fields": {"answer": name}}
     found, config, preparation = read(path, source=fields)
     assert len(found.train) > 25
@@ -177,8 +178,10 @@ def test_prompts_with_a_right_answer_beside_them_are_asked_as_trl_asks_them(read
         messages = tuple((turn["role"], turn["content"]) for turn in given) if is_chat else (("user", given),)
         text = render(messages, tokenizer=tokenizer, ends_with="generation_prompt")
         assert prompt.ids == tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert prompt.row["answer"] in prompt.text
-    rows = all_rows(prepare(config.data, data_size="full", seq_lens=[96], preparation=preparation)["a"], "train", 96)
+        assert str(prompt.row["answer"]) in prompt.text
+    source = prepare(config.data, data_size="full", seq_lens=[96], preparation=preparation)["a"]
+    assert not source.manifests[96]["not_read"], "the answer is read, by whatever name"
+    rows = all_rows(source, "train", 96)
     assert rows.num_rows == len(found.train), "the answer is the reference"
 
 

@@ -25,7 +25,7 @@ from tpu_experiments.data.cleaning.duplicates import content_key, group_key, pro
 from tpu_experiments.data.cleaning.split import SPLITS, split_codes
 from tpu_experiments.data.documents import Document, Refused
 from tpu_experiments.data.prepare import Preparation, each_tokenized
-from tpu_experiments.data.reading.formats import document_of, own_fields
+from tpu_experiments.data.reading.formats import REFERENCE, document_of, own_fields
 from tpu_experiments.data.reading.parts import Part, list_parts
 from tpu_experiments.data.reading.raw_rows import RawRow
 from tpu_experiments.data.reading.sources import SourceRows
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 FILE = "prompts.jsonl"
 VERSION = 2
 """Incremented when the same row gives another prompt."""
-ANSWER = "answer"
-"""Field of a row that has the conversation's last answer, unless the file has one of that name."""
 STAND_IN = "x"
 """Content of the answer that is rendered behind a prompt and cut off: prompts end where answers begin in training."""
 AT_ONCE = 1024
@@ -207,7 +205,7 @@ class _Maker:
 
     def _document(self, item: Item, part: Part) -> Document | None:
         """Return the cleaned conversation of a row; None where preparation has reported why there is none."""
-        document = document_of(item, spec=part.spec, needs_answer=False) if isinstance(item, RawRow) else item
+        document = document_of(item, spec=part.spec, is_learnt=False) if isinstance(item, RawRow) else item
         if isinstance(document, Refused) or document.is_empty or document.messages is None:
             return None
         cleaned = self.cleaner.clean(document)
@@ -283,5 +281,5 @@ def _row_of(item: Item, document: Document) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(json.dumps(fields, default=str))
     messages = document.messages or ()
     answers = [content for turn, (_, content) in enumerate(messages) if document.is_taught(turn)]
-    has_none = ANSWER in row or not answers or _ends_with_question(document)
-    return row if has_none else {**row, ANSWER: answers[-1]}
+    has_none = REFERENCE in row or not answers or _ends_with_question(document)
+    return row if has_none else {**row, REFERENCE: answers[-1]}

@@ -70,7 +70,7 @@ def summary(result: dict[str, Any], *, folder: RunFolder, arguments: Sequence[st
         *goodput_lines((result.get("goodput") or {}).get("run")),
         f"  programs        {result['num_compiles']} compiled, {result['compiles_after_warmup']} after warm-up"
         + _cache_text(result["compile_cache"]),
-        *(f"  sample {when:<8} {result[f'sample_{when}']!r}" for when in ("before", "after") if _writes_text(result)),
+        *_sample_lines(result),
         f"  run folder      {folder.path()}",
         f"  {'adapter' if _is_adapter(result) else 'model  '}         {result['adapter_path']}",
         *(f"  {name:<15} {place}" for name, place in (result.get("parts") or {}).items()),
@@ -127,6 +127,12 @@ def _perplexity_text(result: dict[str, Any]) -> str:
         return ""
     kind = "perplexity" if _writes_text(result) else "of masked tokens: perplexity"
     return f"  ({kind} {_loss(result['perplexity'], digits=2)})"
+
+
+def _sample_lines(result: dict[str, Any]) -> list[str]:
+    """Return the first sample before and after training, where the run wrote any."""
+    texts = {when: result[f"sample_{when}"] for when in ("before", "after") if _writes_text(result)}
+    return [f"  sample {when:<8} {text!r}" for when, text in texts.items() if text is not None]
 
 
 def _writes_text(result: dict[str, Any]) -> bool:

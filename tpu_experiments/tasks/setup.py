@@ -15,6 +15,7 @@ from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import Stage, long_warmups, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
+from tpu_experiments.config.messages import path_of_model
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.prompts import Prompts, read_prompts
@@ -258,6 +259,8 @@ def check_model(config: Config, stages: Sequence[Stage]) -> int:
     require_trainable_patterns(stages, trainable)
     require_decay_patterns(config.optim.no_decay, trainable)
     log.info("%s: %s", config.model.name, report)
+    if config.model.tokenizer_path is not None and config.model.path != path_of_model(config.model.name):
+        log.info("model.path=%s is trained with the tokenizer of %s", config.model.path, config.model.tokenizer_path)
     if config.hw.parallel == "spmd":
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         mesh = mesh_of(config.hw, config.sharding)

@@ -81,7 +81,7 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
 FIELDS_OF_CHATS = ("system", "history", "tools", "reasoning")
 """Names under which `fields` of the config gives what every conversation may have beside its format's fields."""
 REFERENCE = "answer"
-"""Field of a row with the right answer to its question, where the model writes the answers itself."""
+"""Field of a row with the right answer to its question, where the model writes the answers itself; rewards see it."""
 WITH_HISTORY = ("question_answer", "instruction", "prompt_completion")
 """Formats of one question and one answer, beside which a row may have earlier turns and the answer's reasoning."""
 
@@ -91,14 +91,14 @@ MEDIA_OF_TEXTS = ("image", "images", "audio", "audios", "video", "videos")
 _DECODER = StrictDecoder()
 
 
-def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> Document | Refused:
+def document_of(row: RawRow, *, spec: SourceSpec, is_learnt: bool = True) -> Document | Refused:
     """Convert a row to a Document of `spec.format`, which must not be `auto`; a bad row is a Refused.
 
     Turns after the last answer are dropped and told as unread. A conversation without an answer, and blank text, are
     refused without counting as bad rows.
 
     Args:
-        needs_answer: False keeps all turns of a conversation, and one without an answer.
+        is_learnt: False keeps all turns of a conversation, and one without an answer.
     """
     fields = own_fields(row)
     if isinstance(fields, Refused):
@@ -134,7 +134,7 @@ def document_of(row: RawRow, *, spec: SourceSpec, needs_answer: bool = True) -> 
         turns, tools = _conversation(record, spec, unread=inner)
         if not spec.needs_answers:
             turns = _with_reference(record, turns)
-        answered = _answered(turns) if needs_answer else turns
+        answered = _answered(turns) if is_learnt else turns
         if not answered:
             return Refused("no_answer", row.place, "has no assistant turn to learn from.", is_bad_row=False)
         if len(answered) < len(turns):
@@ -427,12 +427,13 @@ def _tools(record: Record, turns: list[Turn]) -> list[Any]:
 
 
 def _with_reference(record: Record, turns: list[Turn]) -> list[Turn]:
-    """Return the turns with the row's field `answer`, where it is a text, behind a question at their end."""
+    """Return the turns with the row's field `answer`, a text or a number, behind a question at their end."""
     answer = record.peek(REFERENCE)
-    if not turns or turns[-1].role == "assistant" or not isinstance(answer, str) or not answer.strip():
+    is_given = isinstance(answer, str | int | float) and not isinstance(answer, bool) and bool(str(answer).strip())
+    if not turns or turns[-1].role == "assistant" or not is_given:
         return turns
-    record.mark(REFERENCE)
-    return [*turns, Turn("assistant", encodable(answer, name=REFERENCE))]
+    record.find(REFERENCE)  # which marks it as read
+    return [*turns, Turn("assistant", encodable(str(answer), name=REFERENCE))]
 
 
 def _answered(turns: list[Turn]) -> list[Turn]:
