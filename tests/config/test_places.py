@@ -41,6 +41,8 @@ BAD = {
     "foo://x": "there is no storage foo://; supported: a local path or gs://bucket/folder.",
     "GS://bucket/x": "there is no storage GS://",
     "https://host/x": "https:// is for reading data only",
+    "s3://bucket/x": "was not tried with s3://; write a local path or gs://bucket/folder, and copy it afterwards.",
+    "az://box/x": "runs are kept on a disk or in gs:// alone",
     "file://": "it names nothing after file://",
     "": "it is empty",
     " ": "it is empty",

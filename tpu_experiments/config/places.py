@@ -22,6 +22,8 @@ BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")  # cloud.google.com/s
 BUCKETS = ("gs", "gcs")
 HUB_MODEL = re.compile(r"(?!datasets/|spaces/)[\w.-]+/[\w.-]+(@[\w./%-]+?)?(/[^/]+)*/?")
 ONLY_READ = ("http", "https", "hf")
+WRITTEN = (*BUCKETS, "memory")
+"""Where runs live: a lease, a checkpoint's last step and a repeated request need what was tested of these stores alone."""
 SUPPORTED = {"folder": "gs://bucket/folder", "file": "gs://bucket/file", "input": "gs://, hf:// or https://"}
 SUPPORTED["source"] = "gs://bucket/folder or hf://owner/name"
 
@@ -75,6 +77,11 @@ def _wrong_url(scheme: str, rest: str, *, kind: Kind, num_slashes: int) -> str |
         return f"there is no storage {scheme}://; supported: {supported}."
     if scheme in ONLY_READ and kind in ("folder", "file"):
         return f"{scheme}:// is for reading data only; write {supported}."
+    if scheme not in WRITTEN and kind in ("folder", "file"):
+        return (
+            f"runs are kept on a disk or in gs:// alone: what loses nothing when a machine or a request fails was not "
+            f"tried with {scheme}://; write {supported}, and copy it afterwards."
+        )
     missing = _missing_package(scheme)
     if missing is not None:
         return f"{scheme}:// needs the package {missing}, which is not installed; supported here: {supported}."
