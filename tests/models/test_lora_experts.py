@@ -1,5 +1,6 @@
 """Adapters of a mixture's experts (`lora.target_parameters`), held against PEFT's."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -44,7 +45,7 @@ pytestmark = [
     # peft 0.21 reads a property that transformers 5.23 deprecates
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     # it looks for the patterns of modules alone, and applies those of parameters all the same
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning"),
 ]
 SIZES: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 24},
@@ -124,6 +125,36 @@ def test_a_file_that_peft_wrote_is_read(parameters, modules, ranks, tmp_path: Pa
     before, after = (load_file(tmp_path / each / ADAPTER_FILE) for each in ("adapter", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_of_single_experts_is_refused_and_read_as_peft_writes_it_again(tmp_path: Path) -> None:
+    """Adapters of transformers 4 have a module for each expert, which PEFT joins when it loads them."""
+    import peft
+
+    made = checkpoint("qwen3_moe", tmp_path / "base", lora=LoraConfig(r=0))
+    sides = {"gate_proj": (32, 24), "up_proj": (32, 24), "down_proj": (24, 32)}
+    torch.manual_seed(4)
+    tensors = {}
+    for layer, expert in itertools.product(range(3), range(4)):
+        for leaf, (wide, high) in sides.items():
+            name = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{leaf}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(2, wide)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(high, 2) * 0.1
+    old = tmp_path / "old"
+    peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(sides), task_type="CAUSAL_LM").save_pretrained(str(old))
+    save_file(tensors, old / ADAPTER_FILE)
+    with pytest.raises(ConfigError, match=r"experts.0.down_proj.lora_A.weight is of one expert, .*save it again"):
+        read_adapter(str(old))
+    model = peft.PeftModel.from_pretrained(made.reference, str(old)).eval()
+    model.save_pretrained(str(tmp_path / "new"))
+    found = read_adapter(str(tmp_path / "new"))
+    source, rows = made.source("eager"), made.rows(is_packed=True)
+    module = build_frozen(source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor).eval()
+    with torch.no_grad():
+        ours = logits_of(module, {}, rows)[0][rows["segments"][0] > 0]
+    theirs = alone(model, rows)
+    assert apart(ours, theirs) < TOLERANCE
+    assert apart(alone(model.unload(), rows), theirs) > 1e-3
 
 
 def test_a_file_of_other_experts_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,8 +41,8 @@ from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-EXPERTS = "experts"
-"""End of the name of a module of experts in transformers."""
+EXPERTS, OF_ONE_EXPERT = "experts", re.compile(r"\.experts\.\d+\.")
+"""End of the name of a module of experts in transformers; what names of adapters had in its version 4."""
 REFUSED = (
     "lora_bias",
     "alora_invocation_tokens",
@@ -92,6 +93,12 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
     lora = _settings(config, place=paths.join(folder, ADAPTER_CONFIG))
+    alone = next(filter(OF_ONE_EXPERT.search, sorted(layout)), None)
+    if alone is not None:
+        raise ConfigError(
+            f"{folder}; {alone} is of one expert, which transformers 5 holds with the others; load it over its base "
+            "with PEFT and save it again, which writes the form that is read here."
+        )
     layout = _without_tied(layout, lora)
     dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
     is_refused = config.get("task_type") == CLASSIFIER and not has_head and lora.modules_to_save

@@ -1,8 +1,8 @@
 """Adapters of a mixture's experts: each expert's matrix has an A and a B of its own, as PEFT's `target_parameters`.
 
 PEFT adds B A to the matrices of all experts in every forward pass. Here rows are multiplied by A and B, in groups where
-the frozen matrices are (models/parts/experts.py): for r=16 that is a hundredth of the arithmetic of a layer of Qwen3
-30B-A3B, and no second copy of its experts. Legend as there, and: r rank, K inputs and N outputs of a matrix.
+the frozen matrices are (models/parts/experts.py): for r=16 that is 2 % of the arithmetic of the experts of Qwen3
+30B-A3B, and no second copy of them. Legend as there, and: r rank, K inputs and N outputs of a matrix.
 """
 
 from typing import Any
