@@ -42,9 +42,11 @@ OF_GRANITE = {"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "lo
 OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": None},
     "granite": {**OF_GRANITE, "residual_multiplier": 0.22},
+    "nemotron": {"num_key_value_heads": 8},
 }
 """Values without which a class's own default is no config, or one that no model has: scores that are not divided at all
-(Granite 3.0 8B's are taken) round by more than 1e-5."""
+(Granite 3.0 8B's are taken) round by more than 1e-5, and of heads of keys that are open transformers builds no model
+(Nemotron-4 15B's are taken, arXiv 2402.16819)."""
 
 
 def words_of(model_type: str, folder: Path) -> list[str]:

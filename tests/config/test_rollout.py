@@ -126,6 +126,10 @@ def test_prompts_are_no_longer_than_a_row_leaves_room_for(rl):
     [
         (["lora=none"], "rollout.sampler=openai with lora=none; it trains whole weights, of which a server loads none"),
         (
+            ["lora.target_parameters=[experts.down_proj]"],
+            "rollout.sampler=openai with lora.target_parameters=[experts.down_proj]; vLLM loads adapters of experts in",
+        ),
+        (
             ["lora.modules_to_save=[lm_head]"],
             "rollout.sampler=openai with lora.modules_to_save=[lm_head]; vLLM loads no modules that are trained whole",
         ),

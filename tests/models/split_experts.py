@@ -1,4 +1,4 @@
-"""Prints how far routed experts, with tokens split over four (virtual) devices, are from transformers' on one.
+"""Prints how far routed experts with adapters, with tokens split over four (virtual) devices, are from one device's.
 
     python -m tests.models.split_experts
 
@@ -39,15 +39,16 @@ def main() -> None:
         test_experts.EXPERTS = number
         test_experts.SIZES |= dict.fromkeys(("num_experts", "num_local_experts"), number)
         install_grouped_products(GroupedProducts(MESH, target="interpreted"))
-        experts, given = test_experts.experts_of("qwen3_moe"), test_experts.inputs(tokens=4 * test_experts.TOKENS)
+        experts, given = test_experts.adapted("qwen3_moe"), test_experts.inputs(tokens=4 * test_experts.TOKENS)
         for key, parameter in list(experts.named_parameters()):
             laid: Axes = ("fsdp",) if name == "split" else ()
-            setattr(experts, key, torch.nn.Parameter(on_four(parameter, axes=laid)))
+            path, _, leaf = key.rpartition(".")
+            setattr(experts.get_submodule(path), leaf, torch.nn.Parameter(on_four(parameter, axes=laid)))
         placed = [on_four(tensor, axes=("fsdp",)) for tensor in given]
         found = test_experts.gradients(experts, placed, implementation=STATIC)
         install_grouped_products(None)
         # after XLA's backward pass: one on the CPU before it would fix autograd's queues without XLA's
-        wanted = test_experts.gradients(test_experts.experts_of("qwen3_moe"), given, implementation="eager")
+        wanted = test_experts.gradients(test_experts.adapted("qwen3_moe"), given, implementation=STATIC)
         print(name, test_experts.worst(found, wanted))
 
 

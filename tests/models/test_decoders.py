@@ -50,6 +50,7 @@ def found():
         ("got_ocr2", "flash"),  # a head that is tied by the config of the whole
         ("camembert", "flash"),  # the head is registered before the embedding that it is tied to
         ("codegen", "eager"),  # flash ignores documents
+        ("falcon", "sdpa"),  # its class has an attention of its own
         ("roberta", "flash"),  # the first position is 2
         ("qwen3_next", "flash"),  # states, and experts beside a shared one
         ("qwen3_next: linear attention alone", "flash"),

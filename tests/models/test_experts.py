@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Mesh
+from tpu_experiments.models.adapters.experts import adapt_matrix
 from tpu_experiments.models.parts.experts import STATIC
 from tpu_experiments.runtime.kernels import on_xla
 from tpu_experiments.runtime.kernels.grouped import GroupedProducts, install_grouped_products
@@ -92,6 +93,35 @@ def test_routed_experts_have_the_output_and_gradients_of_transformers(grouped, m
     found = gradients(experts_of(model_type).to(chosen), [t.to(chosen) for t in given], implementation=STATIC)
     wanted = gradients(experts_of(model_type), given, implementation="eager")
     assert worst(found, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("one_expert", [False, True], ids=["spread", "all tokens in two experts"])
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapters_in_groups_compute_what_those_of_every_expert_do(
+    grouped, kind: str, device: str, one_expert: bool
+) -> None:
+    """Output and gradients of the hidden values, the router's weights, the matrices and the adapters."""
+    chosen = torch_xla.device() if device == "xla" else torch.device("cpu")
+    given = inputs(one_expert=one_expert)
+    found = gradients(adapted(kind).to(chosen), [tensor.to(chosen) for tensor in given], implementation=STATIC)
+    install_grouped_products(None)
+    wanted = gradients(adapted(kind), given, implementation=STATIC)
+    assert len(found) == 3 + len(list(adapted(kind).parameters()))
+    assert worst(found, wanted) < 2e-6
+
+
+def adapted(kind: str) -> torch.nn.Module:
+    """Experts with adapters of random values on both matrices."""
+    holder = torch.nn.Module()
+    holder.experts = experts_of(kind)
+    for leaf in ("gate_up_proj", "down_proj"):
+        adapt_matrix(holder, f"experts.{leaf}", r=3, scale=2.0)
+    torch.manual_seed(3)
+    for name, parameter in holder.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return holder.experts
 
 
 def test_only_a_tpu_has_grouped_products_and_tokens_that_do_not_fill_tiles_meet_every_expert(grouped):

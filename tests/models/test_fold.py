@@ -131,12 +131,14 @@ def test_layers_with_different_adapters_are_compiled_apart_and_the_log_says_so(g
     agree(apart, gradients_of("qwen05b", *chosen, eager=True))
 
 
-@pytest.mark.parametrize("lora", ["none", pytest.param("all_linear_r8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", ["none", "experts", pytest.param("all_linear_r8", marks=pytest.mark.slow)])
 def test_routed_experts_of_folded_layers_are_those_of_every_expert(gradients_of, lora):
-    """Packed rows; the experts are trained (`lora=none`), or frozen under adapters of the attention."""
+    """Packed rows; the experts are trained (`lora=none`), have adapters, or are frozen under those of the attention."""
     arch = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     settings = [f"++model.tiny_arch.{name}={value}" for name, value in arch.items()]
-    settings += [f"lora={lora}", *(["lora.targets=[q_proj,v_proj]"] if lora != "none" else [])]
+    if lora == "experts":
+        settings.append("lora.target_parameters=[experts.gate_up_proj,experts.down_proj]")
+    settings += ["lora=none"] if lora == "none" else ["lora=all_linear_r8", "lora.targets=[q_proj,v_proj]"]
     _grouped_computation.cache_clear()
     folded = gradients_of("qwen05b", *settings, products=GroupedProducts(Mesh(), target="interpreted"))
     assert _grouped_computation.cache_info().misses

@@ -87,6 +87,7 @@ def test_a_seed_that_draws_the_base_separates() -> None:
     [
         ("lora=none", "lora.r=0 trains all weights"),
         ("lora.modules_to_save=[norm]", "lora.modules_to_save=[norm] trains more than adapters"),
+        ("lora.target_parameters=[x.y]", "lora.target_parameters=[x.y] gives each expert an adapter of its own"),
         (
             "+lora.rank_pattern.q_proj=2",
             "lora.rank_pattern gives each module a scale of its own, and a pack has one for each adapter",

@@ -22,6 +22,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.export.full import BUFFERS, MODEL
 from tpu_experiments.export.peft import ADAPTER_FILE, read_layout
+from tpu_experiments.models.adapters.experts import ranks_of_matrices
 from tpu_experiments.models.adapters.lora import A, B, effects, num_changed
 from tpu_experiments.models.sources.buffers import persistent_buffers
 from tpu_experiments.models.sources.build import BuiltModel
@@ -264,9 +265,16 @@ class Export:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the files' tensors under the run's parameter names; a large model's are read one by one."""
         if self._start.is_adapter:
-            layout = load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE)))
-            return read_layout(layout, initial=self._model.taken_out, tied=self._model.source.tied_names)
+            return self._adapter(load(paths.read_bytes(paths.join(self._folder, ADAPTER_FILE))))
         return trained_below(self._folder, max_held_bytes=self._max_held_bytes)
+
+    def _adapter(self, layout: Tensors) -> dict[str, Tensor]:
+        """Return the adapter's tensors under the run's parameter names."""
+        source, ranks = self._model.source, ranks_of_matrices(self._model.module)
+        try:
+            return read_layout(layout, initial=self._model.taken_out, tied=source.tied_names, ranks=ranks)
+        except ValueError as error:
+            raise UnprovenError(f"{self._folder}, read back: {error}") from error
 
     def _verify_files(self, progress: Progress) -> dict[str, Any]:
         evidence, num_bytes = TrainedEvidence(self._start), 0
@@ -282,7 +290,7 @@ class Export:
             found = load(content)
             del content  # the library has copied it
             if self._start.is_adapter:
-                found = read_layout(found, initial=self._model.taken_out, tied=self._model.source.tied_names)
+                found = self._adapter(found)
                 trained = to_host(self._model.trainable) if self._trained is None else dict(self._trained)
                 complaint = unequal(found, trained)
             else:

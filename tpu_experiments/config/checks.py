@@ -301,7 +301,7 @@ def _model(config: Config) -> list[str]:
         problems += _length_problems(config, limit)
     elif limit is not None:
         problems.append(f"model.arch.max_position_embeddings={limit}; it must be a whole number.")
-    if config.lora.r > 0 and not config.lora.targets:
+    if config.lora.r > 0 and not config.lora.targets and not config.lora.target_parameters:
         problems.append(f"lora.targets=[] with lora.r={config.lora.r}; name the modules to adapt, or use lora=none.")
     if config.lora.r == 0 and config.lora.targets:
         problems.append(
@@ -353,9 +353,26 @@ def _variants(config: Config) -> list[str]:
         )
     if not all(lora.modules_to_save):
         problems.append("lora.modules_to_save has an empty name, which every module ends with; name modules.")
+    problems += _of_experts(config) if lora.target_parameters else []
     for key in PATTERNS:
         problems += _patterns(f"lora.{key}", getattr(lora, key), has_adapters=lora.r > 0)
     return problems
+
+
+def _of_experts(config: Config) -> Iterator[str]:
+    """Yield what adapters of experts cannot be combined with; PEFT refuses the same, but for `model.linear`."""
+    lora = config.lora
+    given = f"lora.target_parameters=[{', '.join(lora.target_parameters)}]"
+    if lora.r == 0:
+        yield f"{given} with lora=none; all weights are trained; leave it out, or use adapters (lora=all_linear_r16)."
+    if lora.dropout:
+        yield f"{given} with lora.dropout={lora.dropout:g}; adapters of experts have no dropout; use lora.dropout=0."
+    if lora.dora:
+        yield f"{given} with lora.dora=true; experts have no trained lengths; use lora.dora=false."
+    if lora.init in ("pissa", "loftq"):
+        yield f"{given} with lora.init={lora.init}; use lora.init=b_zero or a_zero."
+    if config.model.linear != "plain":
+        yield f"{given} with model.linear={config.model.linear}; experts are not rounded; use model.linear=plain."
 
 
 def _patterns(key: str, patterns: Mapping[str, float], *, has_adapters: bool) -> Iterator[str]:
@@ -602,6 +619,11 @@ def _adapters_of_server(config: Config) -> list[str]:
         f"lora.modules_to_save=[{', '.join(config.lora.modules_to_save)}]": (
             bool(config.lora.modules_to_save),
             "vLLM loads no modules that are trained whole",
+            "leave it out, or use rollout=default",
+        ),
+        f"lora.target_parameters=[{', '.join(config.lora.target_parameters)}]": (
+            bool(config.lora.target_parameters),
+            "vLLM loads adapters of experts in another layout",
             "leave it out, or use rollout=default",
         ),
         f"model.linear={config.model.linear}": (

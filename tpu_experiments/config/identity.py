@@ -102,6 +102,7 @@ ADDED: dict[str, Any] = {
     "optim.ema": 0.0,
     "optim.options": {},
     "lora.dora": False,
+    "lora.target_parameters": [],
     "lora.rank_pattern": {},
     "lora.alpha_pattern": {},
     "lora.modules_to_save": [],

@@ -178,6 +178,10 @@ class LoraConfig:
     targets: list[str] = field(default_factory=list)
     """Linear modules that get an adapter, by the last part of their name or by a glob over the full name; `all-linear`
     selects every Linear of every layer."""
+    target_parameters: list[str] = field(default_factory=list)
+    """Matrices of a mixture's experts that get an adapter for each expert, as PEFT's: ends of their names, such as
+    `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`. They take neither dropout nor DoRA, and `init` b_zero or
+    a_zero."""
     init: str = choice("b_zero", "a_zero", "pissa", "loftq", default="b_zero")
     """`b_zero`: A Kaiming-uniform, B zero. `a_zero`: A zero, B normal. `pissa`: principal singular directions
     of W, which is reduced by them (arXiv 2404.02948). `loftq`: those of what `model.base=nf4` loses of W, so that the
@@ -248,6 +252,11 @@ def lora_of(lora: LoraConfig, name: str) -> LoraConfig:
     rank = value_of_pattern(lora.rank_pattern, name, default=lora.r)
     alpha = value_of_pattern(lora.alpha_pattern, name, default=lora.alpha)
     return replace(lora, r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+
+def is_target_parameter(name: str, target: str) -> bool:
+    """Return whether an entry of `lora.target_parameters` matches a parameter, as in PEFT."""
+    return f".{name}".endswith(f".{target}")
 
 
 def is_saved(name: str, lora: LoraConfig) -> bool:

@@ -6,7 +6,7 @@ PEFT loads it with `PeftModel.from_pretrained(base, folder)`; names are Hugging 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.model_schema import LoraConfig, Value, has_patterns, is_saved, pattern_key, value_of_pattern
 from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
-from tpu_experiments.runtime.stacked import is_adapter_part
+from tpu_experiments.models.adapters.experts import MATRICES
+from tpu_experiments.runtime.stacked import adapter_of, is_adapter_part, is_of_parameter, weight_of
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.given_folders import ADAPTER_CONFIG, ADAPTER_FILE
 
@@ -26,6 +27,8 @@ PREFIX = "base_model.model."
 DECODER = "model.language_model."
 """Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a pure decoder it is `model.`."""
 LOW_RANK = ("lora_A", "lora_B")
+INNER = ".base_layer"
+"""Last part of the name of what PEFT has wrapped."""
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
 DECODER_TASK = "CAUSAL_LM"
@@ -54,6 +57,8 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
+    Those of experts are `<module>.parameter_adapters.<matrix>.lora_A` and `.lora_B`.
+
     Tensors of other names were trained whole: those of `lora.modules_to_save`, and a classifier's head. Of
     rounded weights (`.lora_weight_scale`) the `peft_type` is one that PEFT does not know: it would add B A to the base.
 
@@ -72,7 +77,7 @@ def write_adapter(
         SHA-256 of the tensors' file by its name.
     """
     tensors, whole = without_start(parameters, initial=initial, lora=lora)
-    layout = {_outer_name(name): t.detach().contiguous() for name, t in tensors.items()}
+    layout = {_outer_name(name): t.detach().contiguous() for name, t in written_experts(tensors).items()}
     for name, others in (tied or {}).items():
         layout |= {_outer_name(each): tensors[name].detach().clone() for each in others if name in tensors}
     paths.make_dirs(folder)
@@ -93,7 +98,9 @@ def write_adapter(
     whole_modules = sorted({*head, *(name.rpartition(".")[0] for name in saved)})
     config |= {"modules_to_save": whole_modules} if whole_modules else {}
     config |= {"ensure_weight_tying": True} if lora.ensure_weight_tying else {}
-    names = {name: inner_name(name) for name in _modules(parameters)}
+    matrices = _matrices(parameters)
+    config |= {"target_parameters": matrices} if matrices else {}
+    names = {name: inner_name(name) for name in (*_modules(parameters), *matrices)}
     if has_patterns(whole):
         config["rank_pattern"] = renamed(whole.rank_pattern, names, default=whole.r)
         config["alpha_pattern"] = renamed(whole.alpha_pattern, names, default=whole.alpha)
@@ -123,6 +130,55 @@ def without_start(
     return tensors, replace(patterns, r=2 * lora.r, alpha=factor * lora.alpha)
 
 
+def wrapped(matrices: Collection[str]) -> dict[str, str]:
+    """Return the modules that have the adapters of matrices of experts in PEFT's layout.
+
+    PEFT wraps the module of the experts once for each of its matrices, in the order of its parameters, so that the last
+    one's adapter has the shortest name.
+    """
+    found: dict[str, str] = {}
+    for weight in matrices:
+        path, _, leaf = weight.rpartition(".")
+        outside = [each for each in MATRICES[MATRICES.index(leaf) + 1 :] if f"{path}.{each}" in matrices]
+        found[weight] = path + INNER * len(outside)
+    return found
+
+
+def written_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the adapters of experts by PEFT's modules and in its shapes, the inverse of `read_experts`.
+
+    A (E, r, in) is (E r, in) there, and B (E, out, r) is (out, r E).
+    """
+    found = {name: tensor for name, tensor in tensors.items() if not is_of_parameter(name)}
+    for weight, module in wrapped(_matrices(tensors)).items():
+        a, b = (tensors[f"{adapter_of(weight)}.{part}"] for part in LOW_RANK)
+        found |= {f"{module}.lora_A": a.flatten(0, 1), f"{module}.lora_B": b.permute(1, 2, 0).flatten(1)}
+    return found
+
+
+def read_experts(tensors: Mapping[str, Tensor], *, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return tensors with the adapters of experts under their own names and in their own shapes.
+
+    Args:
+        ranks: of the adapters of matrices of experts, by the names of the matrices.
+
+    Raises:
+        ValueError: the tensors of one are not there, or not of its rank.
+    """
+    found = dict(tensors)
+    for weight, module in wrapped(ranks).items():
+        a, b = (found.pop(f"{module}.{part}", torch.empty(0)) for part in LOW_RANK)
+        r = ranks[weight]
+        if a.ndim != 2 or b.ndim != 2 or not len(a) or len(a) % r or b.shape[1] != len(a):
+            raise ValueError(
+                f"{module}.lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} are no adapters of rank {r} of experts"
+            )
+        name = adapter_of(weight)
+        found[f"{name}.lora_A"] = a.unflatten(0, (-1, r)).contiguous()
+        found[f"{name}.lora_B"] = b.unflatten(1, (r, -1)).permute(2, 0, 1).contiguous()
+    return found
+
+
 def renamed(patterns: Mapping[str, Value], names: Mapping[str, str], *, default: Value) -> dict[str, Value]:
     """Return patterns that say of modules under other names what `patterns` say of them; unused ones are left out.
 
@@ -144,6 +200,7 @@ def read_layout(
     *,
     initial: Mapping[str, Tensor],
     tied: Mapping[str, Sequence[str]] | None = None,
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
     """Return the parameters from an adapter's tensors, the inverse of `write_adapter`.
 
@@ -151,6 +208,7 @@ def read_layout(
         layout: tensors under PEFT's names.
         initial: PiSSA's A and B before training, whose part of the rank is cut off.
         tied: further names of parameters, as of `write_adapter`.
+        ranks: of the adapters of matrices of experts, as of `read_experts`, which raises ValueError.
     """
     found = {inner_name(key): tensor for key, tensor in layout.items()}
     for first, others in (tied or {}).items():
@@ -159,7 +217,7 @@ def read_layout(
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
         found[name] = (found[name][:rank] if name.endswith("lora_A") else found[name][:, :rank]).contiguous()
-    return found
+    return read_experts(found, ranks=ranks or {})
 
 
 def _outer_name(name: str) -> str:
@@ -197,7 +255,13 @@ def adapter_config(
 
 def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
     """Return the full names of the adapted modules, which are exact also where targets are globs."""
-    return sorted({name.rpartition(".")[0] for name in parameters if is_adapter_part(name)})
+    parts = [name for name in parameters if is_adapter_part(name) and not is_of_parameter(name)]
+    return sorted({name.rpartition(".")[0] for name in parts})
+
+
+def _matrices(parameters: Iterable[str]) -> list[str]:
+    """Return the full names of the adapted matrices of experts."""
+    return sorted({weight_of(name.rpartition(".")[0]) for name in parameters if is_of_parameter(name)})
 
 
 def _head_modules(names: Iterable[str]) -> set[str]:

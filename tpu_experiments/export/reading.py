@@ -1,7 +1,8 @@
 """Reading of LoRA adapters in PEFT's layout, of any origin, as tensors under the model's names."""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from tpu_experiments.config.model_schema import (
     LoraConfig,
     ModelConfig,
     is_saved,
+    is_target_parameter,
     lora_of,
     pattern_problem,
     rounded_settings,
@@ -25,17 +27,22 @@ from tpu_experiments.export.peft import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     CLASSIFIER,
+    INNER,
     PREFIX,
     ROUNDED,
     inner_name,
     read_layout,
     renamed,
+    wrapped,
 )
-from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part
+from tpu_experiments.models.adapters.experts import MATRICES
+from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part, is_of_parameter, weight_of
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
+EXPERTS, OF_ONE_EXPERT = "experts", re.compile(r"\.experts\.\d+\.")
+"""End of the name of a module of experts in transformers; what names of adapters had in its version 4."""
 REFUSED = (
     "lora_bias",
     "alora_invocation_tokens",
@@ -86,6 +93,12 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     except (ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}; its adapter cannot be read ({error!r}); write or copy it again.") from error
     lora = _settings(config, place=paths.join(folder, ADAPTER_CONFIG))
+    alone = next(filter(OF_ONE_EXPERT.search, sorted(layout)), None)
+    if alone is not None:
+        raise ConfigError(
+            f"{folder}; {alone} is of one expert, which transformers 5 holds with the others; load it over its base "
+            "with PEFT and save it again, which writes the form that is read here."
+        )
     layout = _without_tied(layout, lora)
     dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
     is_refused = config.get("task_type") == CLASSIFIER and not has_head and lora.modules_to_save
@@ -104,12 +117,16 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         raise ConfigError(f"{place}; it holds no tensors, so that nothing would be added; write or copy it again.")
     for name, tensor in sorted(layout.items()):
         require_finite(tensor, name=name, place=place)
-    tensors = read_layout(layout, initial={})
+    try:
+        tensors = read_layout(layout, initial={}, ranks=_ranks_of_matrices(layout, lora))
+    except ValueError as error:
+        raise ConfigError(f"{place}; {error}; write or copy it again.") from error
     absent = [name for name in lora.modules_to_save if not any(map(partial(_is_of, module=name), layout))]
     if absent:
         raise ConfigError(f"{place}; modules_to_save has {absent[0]}, and the file no tensor of it; copy it again.")
-    names = {inner_name(module): module for module in sorted(map(_module_of, layout)) if module}
-    targets = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
+    names = {inner_name(name): name for name in sorted(_names_of_settings(layout, lora))}
+    owners = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
+    targets = [name for name in owners if not is_of_parameter(name)]
     lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
         raise ConfigError(
@@ -119,6 +136,7 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     lora = replace(
         lora,
         targets=targets,
+        target_parameters=[weight_of(name) for name in owners if is_of_parameter(name)],
         rank_pattern=renamed(lora.rank_pattern, names, default=lora.r),
         alpha_pattern=renamed(lora.alpha_pattern, names, default=lora.alpha),
     )
@@ -155,9 +173,13 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
         raise ConfigError(f"{place}; modules_to_save={saved!r:.60}; it must be a list of names; copy the file again.")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) and name for name in parameters):
+        raise ConfigError(f"{place}; target_parameters={parameters!r:.60}; it must be a list of names; copy it again.")
     return LoraConfig(
         r=r,
         alpha=float(alpha),
+        target_parameters=parameters,
         scaling="alpha_over_sqrt_r" if config.get("use_rslora") else "alpha_over_r",
         dora=bool(config.get("use_dora")),
         rank_pattern=_pattern(config, "rank_pattern", int, place=place),
@@ -211,6 +233,25 @@ def _module_of(key: str) -> str:
     return found.removeprefix(PREFIX)
 
 
+def _matrices_in(layout: Iterable[str], lora: LoraConfig) -> list[str]:
+    """Return the names, as in the file, of the matrices of experts that have adapters there."""
+    modules = {_module_of(key).removesuffix(INNER).removesuffix(INNER) for key in layout}
+    each = (f"{module}.{leaf}" for module in sorted(modules) if module.endswith(EXPERTS) for leaf in MATRICES)
+    return [name for name in each if any(is_target_parameter(name, target) for target in lora.target_parameters)]
+
+
+def _ranks_of_matrices(layout: Iterable[str], lora: LoraConfig) -> dict[str, int]:
+    """Return the ranks of the adapters of experts by the names that the matrices have in a decoder."""
+    return {inner_name(name): lora_of(lora, name).r for name in _matrices_in(layout, lora)}
+
+
+def _names_of_settings(layout: Iterable[str], lora: LoraConfig) -> set[str]:
+    """Return the names, as in the file, by which ranks and alphas of single modules apply: of modules and matrices."""
+    matrices = _matrices_in(layout, lora)
+    modules = {_module_of(key) for key in layout} - set(wrapped(matrices).values()) - {""}
+    return modules | set(matrices)
+
+
 def require_rounded_alike(adapter: Adapter, model: ModelConfig, *, key: str) -> None:
     """Require an adapter of rounded weights to be used with weights that are rounded so, and no other with such.
 
@@ -245,8 +286,9 @@ def _more_among(layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: b
 
     Nor trained scales (out, groups) of rounded weights.
     """
+    of_experts = set(wrapped(_matrices_in(layout, lora)).values())
     for name, tensor in sorted(layout.items()):
-        if is_saved(name.removeprefix(PREFIX), lora):
+        if is_saved(name.removeprefix(PREFIX), lora) or _module_of(name) in of_experts:
             continue
         if lora.dora and name.removesuffix(".weight").endswith(f".{MAGNITUDE}") and tensor.ndim == 1:
             continue

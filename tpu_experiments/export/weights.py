@@ -21,6 +21,7 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.sources.frozen import TrainedModel
+from tpu_experiments.runtime.stacked import adapter_of
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Effect:
     """That of the part of it that rounding to the data type of the export takes away."""
 
     def add(self, base: Tensor, merged: Tensor, *, dtype: torch.dtype) -> None:
-        """Count one adapted tensor of float32, (N, K)."""
+        """Count one adapted tensor of float32."""
         written = merged.to(dtype)
         self.adapted += 1
         self.changed += int(not torch.equal(written, base.to(dtype)))
@@ -125,7 +126,7 @@ def whole_model(
         yield from buffers.items()
 
     held = {name: parameter.detach() for name, parameter in empty.items()} | shapes_of_buffers(buffers)
-    is_transposed = any(model.adapted.values())
+    is_transposed = any(model.linears.values())
     return WholeModel(source.export_config, type(plain).__name__, held, _linears(model, plain), is_transposed, read)
 
 
@@ -153,13 +154,13 @@ def _base_of(model: TrainedModel, item: Named) -> Tensor:
 
 
 def _merged(model: TrainedModel, base: Tensor, name: str) -> Tensor:
-    """Return a weight with its adapter."""
-    prefix, has_lengths = name.removesuffix("weight"), model.lora.dora
-    scale = scale_of(lora_of(model.lora, prefix.removesuffix(".")))
+    """Return a weight with its adapter, or that of each expert with its own."""
+    prefix, has_lengths = f"{adapter_of(name)}.", model.lora.dora
+    scale = scale_of(lora_of(model.lora, name.removesuffix(".weight")))
     parts = {part: model.finite(prefix + part) for part in (A, B, *([MAGNITUDE] if has_lengths else []))}
-    weight = base.t() if model.adapted[name] else base
-    merged = torch.addmm(weight, parts[B], parts[A], alpha=scale)
+    weight = base.mT if model.adapted[name] else base
+    merged = (torch.baddbmm if base.ndim == 3 else torch.addmm)(weight, parts[B], parts[A], alpha=scale)
     if has_lengths:
         norms = lengths_of_rows(weight, parts[A], parts[B], scale=scale)
         merged *= (parts[MAGNITUDE] / norms)[:, None]
-    return merged.t().contiguous() if model.adapted[name] else merged
+    return merged.mT.contiguous() if model.adapted[name] else merged

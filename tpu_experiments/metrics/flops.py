@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.masking import num_texts
@@ -25,6 +25,7 @@ from tpu_experiments.config.model_schema import (
     LoraConfig,
     is_saved,
     is_target,
+    is_target_parameter,
     lora_of,
 )
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
@@ -99,6 +100,18 @@ FAMILIES = {
 BASE = "model"
 """First part of the names of a decoder's layers."""
 EMBEDDING = f"{BASE}.embed_tokens.weight"
+
+
+class ExpertMatrix(NamedTuple):
+    """A matrix that each expert of a layer has."""
+
+    experts: int
+    chosen: int
+    """Experts that compute a token."""
+    wide: int
+    """Inputs."""
+    high: int
+    """Outputs."""
 
 
 @dataclass(frozen=True)
@@ -189,15 +202,32 @@ class Decoder:
     def has_equal_layers(self, lora: LoraConfig) -> bool:
         """Return whether adapters have one rank and scale in all layers, which then fold into a loop."""
         found: dict[str, set[tuple[int, float]]] = {}
-        for name in self.adapted_by_name(lora):
+        for name in (*self.adapted_by_name(lora), *self.adapted_experts(lora)):
             own = lora_of(lora, name)
             found.setdefault(name.rpartition(".")[2], set()).add((own.r, own.alpha))
         return all(len(kinds) == 1 for kinds in found.values())
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         """Count the elements of all A (rank, in) and B (out, rank)."""
+        experts = self.adapted_experts(lora).items()
+        return self._of_linears(lora) + sum(
+            lora_of(lora, name).r * each.experts * (each.wide + each.high) for name, each in experts
+        )
+
+    def multiplied_adapters(self, lora: LoraConfig) -> int:
+        """Count the elements of all A and B that a token is multiplied with, of its own experts alone."""
+        experts = self.adapted_experts(lora).items()
+        return self._of_linears(lora) + sum(
+            lora_of(lora, name).r * each.chosen * (each.wide + each.high) for name, each in experts
+        )
+
+    def _of_linears(self, lora: LoraConfig) -> int:
         linears = self.adapted_by_name(lora)
         return sum(lora_of(lora, name).r * (wide + high) for name, (wide, high) in linears.items())
+
+    def adapted_experts(self, lora: LoraConfig) -> dict[str, ExpertMatrix]:
+        """Return the matrices of experts that have adapters (`lora.target_parameters`), by name."""
+        return {}
 
     def saved_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of `lora.modules_to_save` by name, a tied head as the embedding.
@@ -528,6 +558,18 @@ class Mixture(Decoder):
         """Elements of the matrices of all layers that a token is multiplied with, of a token's own experts alone."""
         share = {name: self.chosen / self.experts for name in ("gate_up_proj", self.last_projection)}
         return {name: count * share.get(name, 1.0) for name, count in super().multiplied.items()}
+
+    def adapted_experts(self, lora: LoraConfig) -> dict[str, ExpertMatrix]:
+        """Return the matrices of experts that have adapters (`lora.target_parameters`), by name."""
+        shapes = {"gate_up_proj": (self.hidden, 2 * self.intermediate), "down_proj": (self.intermediate, self.hidden)}
+        named = {
+            f"model.layers.{layer}.mlp.experts.{leaf}": ExpertMatrix(self.experts, self.chosen, *shape)
+            for layer in range(self.num_layers)
+            for leaf, shape in shapes.items()
+        }
+        targets = lora.target_parameters if lora.r else []
+        hit = {name for name in named if any(is_target_parameter(name, each) for each in targets)}
+        return {name: each for name, each in named.items() if name in hit and not is_saved(name, lora)}
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, shape in super()._linears():
@@ -1015,7 +1057,7 @@ def flops_of_token(
     decoder = read_decoder(arch)
     layers, head = 2.0 * sum(decoder.multiplied.values()), 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
-    adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.adapter_parameters(lora)
+    adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.multiplied_adapters(lora)
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(lora))
     whole = decoder.saved_by_name(lora)
     saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and ".layers." in name)
@@ -1051,5 +1093,7 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in again]
     ranks = {name: 0 if rounded else lora_of(lora, name).r for name, _ in repeated}
     adapters = sum((ranks[name] + (wide if twice else 0)) * high for name, (wide, high) in repeated)
+    experts = ((n, each) for n, each in decoder.adapted_experts(lora).items() if n.rpartition(".")[2] in again)
+    adapters += sum(lora_of(lora, name).r * each.chosen * each.high for name, each in experts)
     share = 1.0 if "attention" not in how.saved else 0.0 if how.kernel else 0.5  # plain operations need the scores
     return 2.0 * (sum(again.values()) + adapters) + share * attention

@@ -194,7 +194,7 @@ def applicable_lines(config: Config) -> Iterator[Line]:
     for line in mine:
         rank = max(ranks_of(config.lora), default=0)
         is_no_larger = 0 < rank <= line.rank and set(config.lora.targets) <= set(line.targets)
-        is_no_larger &= not config.lora.dora  # whose steps need more memory
+        is_no_larger &= not (config.lora.dora or config.lora.target_parameters)  # whose steps need more memory
         if line.facts in facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
             yield line
 

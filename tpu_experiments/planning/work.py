@@ -5,7 +5,7 @@ FLOPs of a token are in metrics/flops.py, which the run uses too.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -145,6 +145,10 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     shapes, of_all = trained_shapes(decoder, step=step), split if step.trainable == "full" else 1  # adapters are whole
     trained = sum(math.prod(shape) * shapes[shape] / (of_all if len(shape) > 1 else 1) for shape in shapes)
     moment_bytes = sum(step.state_bytes(shape) * shapes[shape] for shape in shapes) / of_all
+    for shape in expert_shapes(decoder, step=step):  # split by experts (runtime/sharding.py)
+        parts = split if shape[0] % split == 0 else 1
+        trained += math.prod(shape) / parts
+        moment_bytes += step.state_bytes(shape) / parts
     saved = list(decoder.saved_by_name(step.lora).values())  # trained whole beside adapters, split as the base is
     trained += sum(math.prod(shape) / (split if len(shape) > 1 else 1) for shape in saved)
     moment_bytes += sum(step.state_bytes(shape) / (split if len(shape) > 1 else 1) for shape in saved)
@@ -199,6 +203,14 @@ def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, .
         if step.group is not None:
             found[high, wide // (step.group or wide)] += 1
     return found
+
+
+def expert_shapes(decoder: Decoder, *, step: StepSettings) -> Iterator[tuple[int, int, int]]:
+    """Yield the shapes of the adapters of experts: A (experts, rank, in) and B (experts, out, rank)."""
+    for name, each in decoder.adapted_experts(step.lora).items():
+        rank = lora_of(step.lora, name).r
+        yield each.experts, rank, each.wide
+        yield each.experts, each.high, rank
 
 
 def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:

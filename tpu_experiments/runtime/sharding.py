@@ -18,8 +18,10 @@ from tpu_experiments.runtime.stacked import (
     is_adapter_part,
     is_learnt_scale,
     is_magnitude,
+    is_of_parameter,
     is_side_tensor,
     is_stack,
+    weight_of,
 )
 
 ABSMAX = "_absmax"
@@ -118,7 +120,21 @@ class ShardingTable:
                         f"{self.mesh.size(axis)} devices{self._of(axis)}; split the other dimension."
                     )
             return tuple(axis if size > 1 else None for size, axis in zip(shape, axes, strict=True))
+        if is_of_parameter(name):
+            return self._axes_of_experts(name, shape)
         return (None,) * len(shape)
+
+    def _axes_of_experts(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Return the axes of an adapter of experts that has no rule: split by experts over what their weight is.
+
+        Not over `tensor`, whose devices compute every expert. The gradients that a device sums are those of its experts
+        (kernels/megablox.py).
+        """
+        weight = weight_of(name.rpartition(".")[0])
+        given = next((axes for glob, axes in self.rules.items() if _matches(glob, weight)), [])
+        over = next((axis for axis in self.mesh.named(given) if axis and "tensor" not in axis), None)
+        is_split = over is not None and shape[0] > 1 and shape[0] % self.mesh.size(over) == 0
+        return (over if is_split else None, *(None for _ in shape[1:]))
 
     def _of(self, axis: str | tuple[str, ...]) -> str:
         if self.mesh.size(axis) == self.mesh.num_devices:

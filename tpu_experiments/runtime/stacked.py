@@ -18,6 +18,8 @@ LEARNT_SCALE = "lora_weight_scale"
 """Last part of the name of the trained scales of rounded weights (models/adapters/low_rank_qat.py)."""
 ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE, LEARNT_SCALE)
 """Last parts of the names of an adapter's trained tensors (models/adapters/lora.py)."""
+OF_PARAMETERS = "parameter_adapters"
+"""Name of the modules that hold adapters of parameters that are no module's `weight` (models/adapters/experts.py)."""
 RANGE = re.compile(r"(?<=\.)(\d+):(\d+):(\d+)(?=\.)")
 
 
@@ -34,6 +36,27 @@ def is_side_tensor(name: str) -> bool:
 def is_adapter_part(name: str) -> bool:
     """Return whether the parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER_PARTS
+
+
+def adapter_of(weight: str) -> str:
+    """Return the name of the module that holds the adapter of a weight.
+
+    >>> adapter_of("model.layers.0.mlp.experts.down_proj")
+    'model.layers.0.mlp.experts.parameter_adapters.down_proj'
+    """
+    path, _, leaf = weight.rpartition(".")
+    return path if leaf == "weight" else f"{path}.{OF_PARAMETERS}.{leaf}"
+
+
+def weight_of(adapter: str) -> str:
+    """Return the name of the weight whose adapter a module holds, the inverse of `adapter_of`."""
+    path, of_parameter, leaf = adapter.rpartition(f".{OF_PARAMETERS}.")
+    return f"{path}.{leaf}" if of_parameter else f"{adapter}.weight"
+
+
+def is_of_parameter(name: str) -> bool:
+    """Return whether an adapter, or one of its parts, is of a parameter that is no module's `weight`."""
+    return f".{OF_PARAMETERS}." in name
 
 
 def is_magnitude(name: str) -> bool:

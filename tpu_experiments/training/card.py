@@ -94,7 +94,7 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
     averaged = f" averaged over steps (decay {config.optim.ema:g})," if config.optim.ema else ""
     if config.lora.r == 0:
         return f"All weights of {base} ({trained}),{averaged} trained with tpu_experiments."
-    lora, targets = config.lora, for_markdown(", ".join(config.lora.targets))
+    lora, targets = config.lora, for_markdown(", ".join([*config.lora.targets, *config.lora.target_parameters]))
     if config.model.linear == "lr_qat":
         return (
             f"An adapter of rank {lora.r} and alpha {lora.alpha:g} that decides how {targets} of "

@@ -280,7 +280,8 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
         )
     require_rounded_alike(adapter, config.model, key=f"start.run={folder}")
     theirs, ours = adapter.lora, config.lora
-    each = [(lora_of(theirs, name), lora_of(ours, name)) for name in theirs.targets]
+    names = (*theirs.targets, *theirs.target_parameters)
+    each = [(lora_of(theirs, name), lora_of(ours, name)) for name in names]
     are_alike = all((a.r, a.dora) == (b.r, b.dora) for a, b in each)
     if not are_alike or not all(math.isclose(scale_of(a), scale_of(b), rel_tol=1e-6) for a, b in each):
         has, wants = (", ".join(f"{key}={text}" for key, text in _shape_of(lora).items()) for lora in (theirs, ours))

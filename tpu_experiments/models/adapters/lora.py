@@ -30,6 +30,7 @@ from tpu_experiments.config.model_schema import (
     pattern_key,
 )
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
+from tpu_experiments.models.adapters.experts import adapt_matrix, matched_matrices
 from tpu_experiments.models.adapters.layouts import layout_of
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
 from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
@@ -37,7 +38,15 @@ from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, fixed_po
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, quantised_shapes
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.quantisation.grid import Grid
-from tpu_experiments.runtime.stacked import ADAPTER_PARTS, hugging_face_names, is_side_tensor, is_stack, unstacked
+from tpu_experiments.runtime.stacked import (
+    ADAPTER_PARTS,
+    adapter_of,
+    hugging_face_names,
+    is_of_parameter,
+    is_side_tensor,
+    is_stack,
+    unstacked,
+)
 
 A, B, MAGNITUDE, LEARNT_SCALE = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -70,7 +79,9 @@ def inject(
     grid: Grid | None = None,
     rounds_inputs: bool = False,
 ) -> ParameterReport:
-    """Freeze `module` and give every matching Linear an adapter; `r: 0` leaves every weight trainable.
+    """Freeze `module` and give every matching Linear, and matrix of experts, an adapter.
+
+    `r: 0` leaves every weight trainable.
 
     Args:
         head: parameters that are trained whole, as those of a classifier's head; their modules get no adapter, and
@@ -91,7 +102,11 @@ def inject(
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
     matched = [name for name in _matched(linears, lora.targets) if not is_saved(f"{name}.weight", lora)]
-    _require_patterns_apply(lora, matched)
+    matrices = [name for name in matched_matrices(module, lora) if not is_saved(name, lora)]
+    _require_patterns_apply(lora, [*matched, *matrices])
+    for name in matrices:
+        own = lora_of(lora, name)
+        adapt_matrix(module, name, r=own.r, scale=scale_of(own))
     for name in matched:
         parent, _, leaf = name.rpartition(".")
         linear, own = linears[name], lora_of(lora, name)
@@ -107,7 +122,7 @@ def inject(
         return report(module, adapters=len(matched))  # they multiply nothing by A alone
     for parent in {name.rpartition(".")[0]: None for name in matched}:
         _link_siblings(module.get_submodule(parent))
-    return report(module, adapters=len(matched))
+    return report(module, adapters=len(matched) + len(matrices))
 
 
 def saved_parameters(module: nn.Module, lora: LoraConfig) -> list[str]:
@@ -264,7 +279,7 @@ def report(module: nn.Module, *, adapters: int) -> ParameterReport:
 
 
 def adapted_weights(module: nn.Module) -> dict[str, bool]:
-    """Return the names of base weights with an adapter; true where the weight is (in, out)."""
+    """Return the names of the weights of Linear modules with an adapter; true where the weight is (in, out)."""
     parts = ((name, part) for name, part in module.named_modules() if isinstance(part, LoraLinear))
     return {f"{name}.weight": part.is_transposed for name, part in parts}
 
@@ -285,13 +300,18 @@ def adapter_weights(
     The draw depends on the seed and the parameter's name alone, so it is the same on any number of devices.
 
     Args:
+        base: a weight (out, in), or one such of each expert (E, out, in).
         is_transposed: the weight is (in, out), as in `adapted_weights`.
         format: of a base that is yielded as codes and scales.
         grid: integers that the weight is rounded to in training.
     """
-    prefix = base.name.removesuffix("weight")
-    lora = lora_of(lora, prefix.removesuffix("."))
-    whole = base.tensor.t() if is_transposed else base.tensor
+    prefix = f"{adapter_of(base.name)}."
+    lora = lora_of(lora, base.name.removesuffix(".weight"))
+    whole = base.tensor.mT if is_transposed else base.tensor
+    if is_of_parameter(prefix):
+        a, b = _drawn(tuple(whole.shape), name=base.name, lora=lora, seed=seed)
+        yield from (base, Named(prefix + A, a), Named(prefix + B, b))
+        return
     if lora.init == "pissa":
         weight, a, b = _pissa(whole, r=lora.r, scale=scale_of(lora))
     else:
@@ -332,15 +352,17 @@ def folded_weight(
 
 
 def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw A and B for a weight (out, in); their product is zero."""
+    """Draw A and B for a weight (out, in), or for one of each expert (E, out, in); their product is zero."""
+    *experts, high, wide = shape
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     if lora.init == "a_zero":
         # standard deviation of A in b_zero, Kaiming-uniform with a = sqrt(5), for B's fan-in r
-        b = torch.randn((shape[0], lora.r), generator=generator) / math.sqrt(3 * lora.r)
-        return torch.zeros(lora.r, shape[1]), b
-    bound = 1 / math.sqrt(shape[1])  # Kaiming-uniform with a = sqrt(5), as nn.Linear
-    return torch.empty(lora.r, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], lora.r)
+        b = torch.randn((*experts, high, lora.r), generator=generator) / math.sqrt(3 * lora.r)
+        return torch.zeros(*experts, lora.r, wide), b
+    bound = 1 / math.sqrt(wide)  # Kaiming-uniform with a = sqrt(5), as nn.Linear
+    a = torch.empty(*experts, lora.r, wide).uniform_(-bound, bound, generator=generator)
+    return a, torch.zeros(*experts, high, lora.r)
 
 
 def drawn_adapters(
@@ -410,7 +432,7 @@ def num_changed(tensors: Mapping[str, Tensor], initial: Mapping[str, str]) -> in
 
 
 def effects(tensors: Mapping[str, Tensor], *, start: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the Frobenius norm of B A for every adapted module, without the scale.
+    """Return the Frobenius norm of B A for every adapted module, of experts over all of them, without the scale.
 
     Where `start` has A0 and B0 (PiSSA, LoftQ), it is that of B A - B0 A0. |B A|^2 is the sum of (B^T B) * (A A^T), two
     r x r matrices, so the product itself is never formed. B A - B0 A0 is (B - B0) A + B0 (A - A0), which loses no
@@ -426,7 +448,7 @@ def effects(tensors: Mapping[str, Tensor], *, start: Mapping[str, Tensor]) -> di
         if name in start:
             a0, b0 = _float64(start[name]), _float64(start[f"{module}.{B}"])
             a, b = np.concatenate([a, a - a0], axis=0), np.concatenate([b - b0, b0], axis=1)
-        found[module] = math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
+        found[module] = math.sqrt(max(0.0, float(((b.swapaxes(-1, -2) @ b) * (a @ a.swapaxes(-1, -2))).sum())))
     return found
 
 

@@ -10,7 +10,8 @@ GPT-OSS 20B 8, Qwen3 30B 16).
 Legend: S tokens, K experts of a token, R = S K rows, E experts, D hidden, F intermediate.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from tpu_experiments.runtime.kernels.grouped import (
     grouped_products,
     rows_at,
 )
+from tpu_experiments.runtime.stacked import OF_PARAMETERS
 
 STATIC = "static_shapes"
 """Key in transformers' table of expert implementations."""
@@ -65,19 +67,42 @@ def routed(experts: Any, hidden_SD: Tensor, top_k_index: Tensor, top_k_weights: 
     weights_R1 = _Moved.apply(weights_R1, order, place, 1, parts)
     rows_RD = _Moved.apply(hidden_SD, order, place, number, parts)
     first, second = ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
-    contracted = 1 if experts.is_transposed else 2
-    high_RF = _Grouped.apply(rows_RD, getattr(experts, first), sizes, contracted)
+    contracted, adapters = (1 if experts.is_transposed else 2), adapters_of(experts)
+    high_RF = grouped(rows_RD, getattr(experts, first), sizes, contracted)
+    if first in adapters:
+        high_RF = high_RF + adapters[first].of_sorted(rows_RD, sizes)
     chosen_RE = None
     if experts.has_bias:
         chosen_RE = F.one_hot(top_k_index.reshape(-1), experts.num_experts).to(hidden_SD.dtype)
         chosen_RE = rows_at(chosen_RE, order, parts)
         high_RF = high_RF + chosen_RE @ getattr(experts, f"{first}_bias").to(high_RF.dtype)
     high_RF = experts._apply_gate(high_RF) if experts.has_gate else experts.act_fn(high_RF)
-    out_RD = _Grouped.apply(high_RF * weights_R1, getattr(experts, second), sizes, contracted)
+    high_RF = high_RF * weights_R1
+    out_RD = grouped(high_RF, getattr(experts, second), sizes, contracted)
+    if second in adapters:
+        out_RD = out_RD + adapters[second].of_sorted(high_RF, sizes)
     if chosen_RE is not None:
         out_RD = out_RD + chosen_RE @ getattr(experts, f"{second}_bias").to(out_RD.dtype) * weights_R1
     out_RD = _Moved.apply(out_RD, place, order, 1, parts)
     return _sum_of_choices(out_RD, number)
+
+
+class Adapter(Protocol):
+    """What an adapter of one matrix of each expert adds (models/adapters/experts.py)."""
+
+    def of_sorted(self, x_RK: Tensor, sizes: Tensor) -> Tensor:
+        """Return (R, N) of rows that are sorted by expert."""
+
+    def of_each(self, x_SK: Tensor) -> Tensor:
+        """Return (E, S, N) of tokens that every expert computes."""
+
+    def summed(self, x_ESK: Tensor) -> Tensor:
+        """Return (S, N), the sum over experts of each one's own values."""
+
+
+def adapters_of(experts: nn.Module) -> Mapping[str, Adapter]:
+    """Return the adapters of the experts of a layer by the names of their matrices."""
+    return dict(getattr(experts, OF_PARAMETERS, nn.ModuleDict()).items())
 
 
 class _Moved(Function):
@@ -104,9 +129,16 @@ def _sum_of_choices(rows_RD: Tensor, number: int) -> Tensor:
     return rows_RD.unflatten(0, (-1, number)).sum(1, dtype=torch.float32).to(rows_RD.dtype)
 
 
-class _Grouped(Function):
-    """The product of sorted rows and their experts' matrices; a matrix's gradient is summed in its own data type."""
+def grouped(x: Tensor, weight: Tensor, sizes: Tensor, contracted: int) -> Tensor:
+    """Multiply sorted rows by their experts' matrices (`grouped_product`), in the data type of `x`.
 
+    The gradient of the matrices is summed in their own data type.
+    """
+    out: Tensor = _Grouped.apply(x, weight, sizes, contracted)
+    return out
+
+
+class _Grouped(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, contracted: int) -> Tensor:
         ctx.contracted = contracted
@@ -131,13 +163,18 @@ def every_expert(experts: Any, hidden_SD: Tensor, top_k_index: Tensor, top_k_wei
     is_chosen = F.one_hot(top_k_index, experts.num_experts).to(top_k_weights.dtype)
     weights_SE = (is_chosen * top_k_weights[..., None]).sum(dim=1).to(hidden_SD.dtype)
     first, second = ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
-    spec = "sd,edf->esf" if experts.is_transposed else "sd,efd->esf"
+    spec, adapters = ("sd,edf->esf" if experts.is_transposed else "sd,efd->esf"), adapters_of(experts)
     high_ESF = torch.einsum(spec, hidden_SD, getattr(experts, first))
+    if first in adapters:
+        high_ESF = high_ESF + adapters[first].of_each(hidden_SD)
     if experts.has_bias:
         high_ESF = high_ESF + getattr(experts, f"{first}_bias")[:, None]
     high_ESF = experts._apply_gate(high_ESF) if experts.has_gate else experts.act_fn(high_ESF)
     spec = "esf,efd->sd" if experts.is_transposed else "esf,edf->sd"
-    out_SD = torch.einsum(spec, high_ESF * weights_SE.t()[..., None], getattr(experts, second))
+    high_ESF = high_ESF * weights_SE.t()[..., None]
+    out_SD = torch.einsum(spec, high_ESF, getattr(experts, second))
+    if second in adapters:
+        out_SD = out_SD + adapters[second].summed(high_ESF)
     if experts.has_bias:
         out_SD = out_SD + weights_SE @ getattr(experts, f"{second}_bias")
     return out_SD.to(hidden_SD.dtype)

@@ -128,11 +128,12 @@ def slot_masks(pads_B: Tensor, *, slot: Tensor, num_slots: int, module: nn.Modul
 def without_kernel(module: nn.Module) -> Iterator[None]:
     """Replace the attention kernel and sdpa by attention to a cache (`decode`) inside the block.
 
-    The kernel of `model.attention=flash` takes whole rows only.
+    The kernel of `model.attention=flash` takes whole rows only. A class that does not take its attention from
+    transformers' table keeps sdpa: by any other name Falcon's adds masks of truth values to its scores.
     """
     config: Any = module.config
     chosen = config._attn_implementation
-    if chosen in (FLASH, "sdpa"):
+    if chosen == FLASH or (chosen == "sdpa" and getattr(module, "_supports_attention_backend", True)):
         config._attn_implementation = DECODE
     try:
         yield

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, has_patterns
+from tpu_experiments.models.adapters.experts import adapted_parameters
 from tpu_experiments.models.adapters.layouts import LoraOfInputHeads, LoraOfOutputHeads, WideLora
 from tpu_experiments.models.adapters.linear import LoraLinear, features_of
 from tpu_experiments.models.adapters.lora import (
@@ -46,7 +47,13 @@ from tpu_experiments.models.stack.fold import fold
 from tpu_experiments.models.stack.recomputed import recompute
 from tpu_experiments.runtime.kernels.attention import has_attention_kernel, reads_flat
 from tpu_experiments.runtime.ops import Folding, InPlace, PlaceTensor, apart
-from tpu_experiments.runtime.stacked import hugging_face_names, is_adapter_part, is_side_tensor, is_stack
+from tpu_experiments.runtime.stacked import (
+    adapter_of,
+    hugging_face_names,
+    is_adapter_part,
+    is_side_tensor,
+    is_stack,
+)
 
 log = logging.getLogger(__name__)
 STARTS = ("pissa", "loftq")
@@ -76,7 +83,7 @@ def stacked_weights(
 
     Args:
         shapes: shapes of the module's base weights.
-        adapted: base weights with an adapter, under Hugging Face's names (`adapted_weights`).
+        adapted: base weights with an adapter, under Hugging Face's names (`adapted_weights`, `adapted_parameters`).
         initial: receives the initial A and B of `STARTS`, under Hugging Face's names.
         quantised: base weights that are held as codes, under Hugging Face's names; each is quantised before the next
             is read.
@@ -129,9 +136,9 @@ def _collect(
     wider: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Copy one layer's tensor into its stack; `name` is that of the stack of `base`."""
-    target = (
-        name if item.name == base else name.removesuffix("weight") + item.name.removeprefix(base.removesuffix("weight"))
-    )
+    _, _, leaf = item.name.rpartition(".")
+    owner = adapter_of(name) if is_adapter_part(leaf) else name.rpartition(".")[0]
+    target = name if item.name == base else f"{owner}.{leaf}"
     tensor = nn.functional.pad(item.tensor, wider[target]) if target in wider else item.tensor
     if not is_stack(name):
         made[target] = tensor
@@ -254,7 +261,7 @@ def build_model(
         is_packed: whether several adapters will run in one program, which multiply features and no heads.
     """
     module, report = describe(source, lora=lora)
-    adapted, quantised = adapted_weights(module), set(quantised_shapes(module))
+    adapted, quantised = adapted_weights(module) | adapted_parameters(module), set(quantised_shapes(module))
     source.require_weights(shapes_of_base(module))
     _lay_out(module, source, folding, is_packed=is_packed)
     is_folded = any(is_stack(name) for name, _ in module.named_parameters())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.models.adapters.dora import DoraLinear
+from tpu_experiments.models.adapters.experts import ParameterLora, adapted_parameters
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.adapters.lora import (
     LEARNT_SCALE,
@@ -28,7 +29,7 @@ from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.runtime.ops import PlaceTensor
-from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor
+from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor, weight_of
 from tpu_experiments.storage.tensors import require_finite
 
 Held = tuple[Tensor, Tensor]
@@ -92,7 +93,8 @@ class TrainedModel:
         self.source, self.lora, self.trained = source, lora, trained
         self.reduced_with_seed, self.origin = reduced_with_seed, origin
         self.module, self.shapes = describe_trained(source, lora=lora, trained=trained, origin=origin)
-        self.adapted, self.quantised = adapted_weights(self.module), set(quantised_shapes(self.module))
+        self.linears, self.quantised = adapted_weights(self.module), set(quantised_shapes(self.module))
+        self.adapted = self.linears | adapted_parameters(self.module)
         self.format, self.grid = format_of(source.model), grid_of(source.model)
 
     def require_whole(self, own: Sequence[str]) -> None:
@@ -191,7 +193,7 @@ def without_effect(module: nn.Module, *, place: PlaceTensor) -> nn.Module:
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, tensors)
     for name, part in copied.named_modules():
-        if not isinstance(part, LoraLinear):
+        if not isinstance(part, LoraLinear | ParameterLora):
             continue
         for leaf, value in ((B, 0.0), (MAGNITUDE, 1.0)):
             own = getattr(part, leaf, None)
@@ -210,7 +212,8 @@ def describe_trained(
         ConfigError: a tensor of `trained` has no counterpart in the module, or another shape.
     """
     bases = {name.rpartition(".")[0] for name, _ in source.empty().named_parameters()}
-    strays = [name for name in trained if name.rpartition(".")[0] not in bases]
+    weights = {name: weight_of(name.rpartition(".")[0]) if is_adapter_part(name) else name for name in trained}
+    strays = [name for name, weight in weights.items() if weight.rpartition(".")[0] not in bases]
     if strays:
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
     module, _ = describe(source, lora=lora)

@@ -3,6 +3,7 @@
 Every comparison returns the largest difference as a share of the largest value. Legend: T tokens, V vocabulary.
 """
 
+import copy
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,9 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.model_schema import PATTERNS, LoraConfig, ModelConfig
 from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.full import write_model
-from tpu_experiments.export.peft import write_adapter
+from tpu_experiments.export.peft import write_adapter, written_experts
 from tpu_experiments.export.weights import whole_model
+from tpu_experiments.models.adapters.experts import adapted_parameters
 from tpu_experiments.models.adapters.lora import adapted_weights, require_read_by_peft
 from tpu_experiments.models.huggingface import HEADS, HuggingFaceModel, decoder_config
 from tpu_experiments.models.passes.forward import capped, has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of
@@ -34,14 +36,15 @@ from tpu_experiments.models.sources.isolation import packed_row
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop
-from tpu_experiments.runtime.stacked import hugging_face_names, unstacked
+from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, unstacked
+from tpu_experiments.tasks.certify.float64 import in_float64, widened
 
 DOCUMENTS = (19, 11)
 """Tokens of the two documents of a row: longer than any window of the small configs, and unequal."""
 TOLERANCE = 1e-5
 """Of the largest logit; sums in another order move logits by 1e-6 of it."""
-GRADIENT_TOLERANCE = 1e-4
-"""Of the largest of a tensor's gradients, which have more sums behind them than logits."""
+GRADIENT_TOLERANCE = 1e-5
+"""Of the largest of a tensor's gradients, which are compared in float64: float32 moves them by 1e-4 (float64.py)."""
 FOLDING = Folding(loop=python_loop)
 RANK = 4
 CHUNKED = Computing(chunk_tokens=8)
@@ -71,7 +74,7 @@ def write_random(config: PretrainedConfig, folder: Path, *, head: str = "causal_
 
 
 def read_back(folder: Path, *, head: str = "causal_lm") -> PreTrainedModel:
-    """Read a checkpoint by transformers, with the plainest attention that its class has."""
+    """Read a checkpoint by transformers, with the plainest attention and experts that its class has."""
     auto = HEADS[head].auto
     for attention in ("eager", "sdpa", None):
         chosen = {} if attention is None else {"attn_implementation": attention}
@@ -82,6 +85,9 @@ def read_back(folder: Path, *, head: str = "causal_lm") -> PreTrainedModel:
                 raise
             continue
         whole: PreTrainedModel = model.eval()
+        for part in whole.modules():
+            if hasattr(part, "config"):
+                part.config._experts_implementation = "eager"  # torch's grouped products take no float64
         return whole
     raise AssertionError
 
@@ -171,8 +177,9 @@ class SmallCheckpoint:
         with torch.no_grad():
             for name, tensor in made.trainable.items():
                 if name.endswith("lora_B"):
-                    names = hugging_face_names(name)
-                    tensor.copy_(torch.cat([drawn(each, tensor) for each in names]).view_as(tensor))
+                    shape = tensor.shape[1:] if is_stack(name) else tensor.shape
+                    parts = [drawn(each, shape) for each in hugging_face_names(name)]
+                    tensor.copy_(torch.cat(parts).view_as(tensor))
         return made
 
     def logits(self, built: BuiltModel, rows: Rows) -> Tensor:
@@ -221,19 +228,29 @@ class SmallCheckpoint:
 
         built = self.built(source, lora=self.lora)
         require_read_by_peft(built.module, self.lora)
-        targets = sorted({name.split(".")[-2] for name in adapted_weights(built.module)})
+        weights = [*adapted_weights(built.module), *adapted_parameters(built.module)]
+        targets = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in weights})
         whole, reason = self._with_adapter(source, built)
         theirs = alone(whole, rows)
+        logits = apart(self.logits(built, rows), theirs)
         gradients = None
         if isinstance(whole, peft.PeftModel):
-            gradients = self._gradients_apart(whole, rows, built=built, named=lambda n: peft_name(source.outer_name(n)))
-        return Adapted(
-            apart(self.logits(built, rows), theirs), gradients, apart(theirs, expected), targets, peft=reason
-        )
+
+            def in_peft(ours: Rows) -> dict[str, Tensor]:
+                outer = written_experts({source.outer_name(name): tensor for name, tensor in ours.items()})
+                return {peft_name(name): tensor for name, tensor in outer.items()}
+
+            gradients = self._gradients_apart(whole, rows, built=built, moved=in_peft)
+        return Adapted(logits, gradients, apart(theirs, expected), targets, peft=reason)
 
     def trains(self, source: HuggingFaceModel, rows: Rows) -> float:
         """Compare gradients of all weights with transformers' own."""
-        return self._gradients_apart(self.reference, rows, built=self.built(source), named=source.outer_name)
+        whole = copy.deepcopy(self.reference)
+
+        def in_transformers(ours: Rows) -> dict[str, Tensor]:
+            return {source.outer_name(name): tensor for name, tensor in ours.items()}
+
+        return self._gradients_apart(whole, rows, built=self.built(source), moved=in_transformers)
 
     def exports(self, source: HuggingFaceModel, rows: Rows, *, lora: LoraConfig | None) -> float:
         """Compare logits of the model with its adapters with those of the merged export, as transformers reads it."""
@@ -254,19 +271,19 @@ class SmallCheckpoint:
         return apart(self.logits(built, rows), theirs)
 
     def _gradients_apart(
-        self, whole: nn.Module, rows: Rows, *, built: BuiltModel, named: Callable[[str], str]
+        self, whole: nn.Module, rows: Rows, *, built: BuiltModel, moved: Callable[[Rows], dict[str, Tensor]]
     ) -> float:
-        """Return the largest difference of gradients, as a share of each tensor's largest.
+        """Return the largest difference of gradients, as a share of each tensor's largest; both models become float64.
 
         Args:
-            named: name of a trained parameter in `whole`.
+            moved: gradients by the names, and in the shapes, of the parameters of `whole`.
         """
-        ours = self._gradients(built, rows)
-        parameters = dict(whole.named_parameters())
-        theirs = {name: parameters[named(name)] for name in ours}
-        for parameter in theirs.values():
-            parameter.requires_grad_(True)
-        with _one_thread():
+        with in_float64(built.module, whole), _one_thread():
+            ours = moved(self._gradients(built, rows))
+            parameters = dict(whole.named_parameters())
+            theirs = {name: parameters[name] for name in ours}
+            for parameter in theirs.values():
+                parameter.requires_grad_(True)
             loss = torch.zeros(())
             for ids in documents_of(rows):
                 loss = loss + self._loss(_logits(whole, ids), ids[0])
@@ -287,15 +304,14 @@ class SmallCheckpoint:
 
     def _gradients(self, built: BuiltModel, rows: Rows) -> dict[str, Tensor]:
         """Return the gradients of the row's loss under Hugging Face's names."""
-        with _one_thread():
-            leaves = {name: tensor.detach().requires_grad_() for name, tensor in built.trainable.items()}
-            if self.causal:
-                loss = _next_token_loss(built.module, leaves, rows)
-            else:
-                is_document = rows["segments"][0] > 0
-                logits = logits_of(built.module, leaves, rows, causal=False)[0][is_document]
-                loss = self._loss(logits, rows["ids"][0][is_document].long())
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        leaves = {name: widened(tensor.detach()).requires_grad_() for name, tensor in built.trainable.items()}
+        if self.causal:
+            loss = _next_token_loss(built.module, leaves, rows)
+        else:
+            is_document = rows["segments"][0] > 0
+            logits = logits_of(built.module, leaves, rows, causal=False)[0][is_document]
+            loss = self._loss(logits, rows["ids"][0][is_document].long())
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         pairs = zip(leaves, found, strict=True)
         return unstacked({name: torch.zeros_like(leaves[name]) if g is None else g for name, g in pairs})
 
@@ -323,9 +339,10 @@ class SmallCheckpoint:
         trained = {name: tensor.detach() for name, tensor in built.trainable.items()}
         model = whole_model(source, lora=self.lora, trained=trained)
         merged = read_back(self.folder, head=self.head)
+        weights = adapted_weights(built.module) | adapted_parameters(built.module)
         with torch.no_grad():
             for name, tensor in model.tensors():
-                if name in adapted_weights(built.module):
+                if name in weights:
                     merged.get_parameter(source.outer_name(name)).copy_(tensor)
         return merged, reason
 
@@ -355,9 +372,8 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def drawn(name: str, like: Tensor) -> Tensor:
+def drawn(name: str, shape: torch.Size) -> Tensor:
     """Draw B of one layer by its name."""
-    shape = like.shape[-2:]
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * 0.05
 

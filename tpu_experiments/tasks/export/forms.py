@@ -202,6 +202,8 @@ def _no_adapter(subject: Subject) -> str:
         return "not written: llama.cpp has no DoRA"
     if any(not is_adapter_part(name) for name in subject.origin.trained):
         return "not written: modules were trained whole, which llama.cpp's adapters do not hold"
+    if lora.target_parameters:
+        return "not written: experts have adapters of their own, which are not written for llama.cpp here"
     if lora.init == "loftq":
         return "not written: LoftQ's adapter is for the codes of NF4, which no GGUF file holds"
     return ""

@@ -57,6 +57,8 @@ def _unfit_for_vllm(subject: Subject) -> str:
         return "vLLM has no DoRA"
     if has_patterns(lora):
         return "vLLM scales all adapters by one alpha and rank, and here are several"
+    if lora.target_parameters:
+        return "vLLM reads adapters of experts in another layout"
     if not all(map(is_adapter_part, subject.origin.trained)):
         return "vLLM loads no modules that were trained whole"
     return ""
