@@ -51,6 +51,8 @@ def measures(folder: Path) -> list[tuple[int, str, float]]:
             ("hw.parallel=spmd", "hw.num_devices=4", "model=qwen05b", "model.size=tiny", "sharding=fsdp"),
             ("optim.ema=0.9", "optim=adafactor", "trainer.trace_every_steps=1"),
             ("model.base=int8",),
+            ("optim=muon", "optim.ns_dtype=float32"),
+            ("optim=schedule_free_adamw",),
         ],
     ),
 )

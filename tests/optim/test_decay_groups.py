@@ -9,7 +9,7 @@ from tests.config.composing import composed
 from tests.training.tiny import configured
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity, require_same
-from tpu_experiments.optim.facts import is_matched, require_decay_patterns
+from tpu_experiments.optim.facts import is_matched, require_patterns
 
 EMBEDDING, NORM, QUERY = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0:2:1.self_attn.q_proj.weight"
 LR = torch.tensor([0.01])
@@ -96,12 +96,12 @@ NAMES = [EMBEDDING, *(f"model.layers.{n}.self_attn.q_proj.weight" for n in range
 )
 def test_what_matches_nothing_or_some_layers_is_refused(patterns: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        require_decay_patterns(patterns, NAMES)
+        require_patterns("no_decay", patterns, NAMES)
 
 
 def test_all_layers_and_single_parameters_are_accepted() -> None:
-    require_decay_patterns([], NAMES)
-    require_decay_patterns(["*embed_tokens*", "*.layers.?.*", "*.layers.1?.*"], NAMES)
+    require_patterns("no_decay", [], NAMES)
+    require_patterns("no_decay", ["*embed_tokens*", "*.layers.?.*", "*.layers.1?.*"], NAMES)
 
 
 def test_without_patterns_a_run_from_before_resumes() -> None:

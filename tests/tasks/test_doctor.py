@@ -207,6 +207,8 @@ def test_output_dir(make_config, storage, expected, words):
         (("optim=adamw", "optim.ema=0.9"), 16.0),
         (("optim=adamw8bit",), 6.0),
         (("optim=adafactor",), 4.0),
+        (("optim=schedule_free_adamw",), 12.0),
+        (("optim=muon",), 8.0 + 4.0 * 136_134_656 / 494_032_768),  # AdamW for the embedding
     ],
 )
 def test_the_disk_is_asked_for_what_the_optimizer_stores(make_config, words, bytes_of_a_parameter):

@@ -3,7 +3,13 @@
 import json
 import shutil
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiers import only
 from tests.training.runs import finished
+from tpu_experiments.optim.ema import LAG
 
 STAGED = (
     "lora=all_linear_r8",
@@ -18,9 +24,13 @@ STAGED = (
     "checkpoint.every_steps=2",
     "checkpoint.keep_last=9",
     "curriculum.stages.chat.optimizer=fresh",
-    "optim.ema=0.9",
     "name=staged",
 )
+KINDS = {
+    "ema": ("optim.ema=0.9",),
+    "schedule-free": ("optim=schedule_free_adamw", "curriculum.stages.chat.schedule.warmup_steps=1"),
+    "muon": ("optim=muon",),
+}
 NOTED = """
 import json
 
@@ -37,11 +47,12 @@ class Noted(Trainer):
 """
 
 
-def test_a_resume_in_mid_stage_has_the_averages_the_moments_and_the_seeds_of_the_whole_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", only(["schedule-free"], KINDS))
+def test_a_resume_in_mid_stage_has_the_averages_the_moments_and_the_seeds_of_the_whole_run(tmp_path, monkeypatch, kind):
     seeds = tmp_path / "seeds.jsonl"
     (tmp_path / "noted_lab.py").write_text(NOTED.format(file=str(seeds)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = (*STAGED, "plugins=[noted_lab]", "trainer._target_=noted_lab.Noted")
+    words = (*STAGED, *KINDS[kind], "plugins=[noted_lab]", "trainer._target_=noted_lab.Noted")
     finished(*words, output_dir=tmp_path / "out")
     folder = tmp_path / "out" / "staged"
     last = folder / "checkpoints" / "step_00000008"
@@ -56,3 +67,17 @@ def test_a_resume_in_mid_stage_has_the_averages_the_moments_and_the_seeds_of_the
     finished(*words, output_dir=tmp_path / "out")
     assert list(map(json.loads, seeds.read_text().splitlines())) == [[step, first[step]] for step in (7, 8)]
     assert {path.name: path.read_bytes() for path in last.glob("*.safetensors")} == whole
+
+
+def test_a_fresh_schedule_free_optimizer_begins_at_the_average(tmp_path):
+    """Steps of 1e-12 in the second stage leave the parameters, and their average, at the average of the first."""
+    words = (*STAGED, *KINDS["schedule-free"], "curriculum.stages.chat.lr=1e-12")
+    finished(*words, output_dir=tmp_path)
+
+    def group(step, name):
+        return load_file(tmp_path / "staged" / "checkpoints" / f"step_{step:08d}" / f"{name}.safetensors")
+
+    before, lags, after = group(4, "parameters"), group(4, "optimizer"), group(6, "parameters")
+    assert sum(float(lags[f"{name}/{LAG}"].abs().max()) > 1e-6 for name in before) > len(before) / 2
+    for name, p in before.items():
+        torch.testing.assert_close(after[name], p + lags[f"{name}/{LAG}"], atol=1e-9, rtol=0)

@@ -18,6 +18,7 @@ from tpu_experiments.objectives.next_token import count_next_tokens, next_token_
 from tpu_experiments.optim.adamw import AdamW
 from tpu_experiments.optim.base import Named, Optimizer, State
 from tpu_experiments.optim.facts import facts_of
+from tpu_experiments.optim.muon import Muon, spread_over
 from tpu_experiments.optim.updates import Updates, updates_of
 from tpu_experiments.training.step import Count, RowLoss, TrainStep, commit
 
@@ -98,6 +99,8 @@ class Run:
         self.runtime, self.model = runtime, built(config, runtime)
         self.parameters: dict[str, Tensor] = self.model.trainable
         own = updates(self.parameters)
+        if isinstance(own.optimizer, Muon):
+            own.optimizer.spread = spread_over(runtime)
         self.state: State = {
             name: {slot: runtime.place(t, name=f"{name}/{slot}") for slot, t in slots.items()}
             for name, slots in own.init({n: p.cpu() for n, p in self.parameters.items()}).items()

@@ -231,7 +231,7 @@ def newest_parameters(folder: str, *, max_held_bytes: float) -> tuple[int, Mappi
 
 
 def averaged(groups: Groups) -> Mapping[str, Tensor]:
-    """Return a checkpoint's parameters, or their averages where its run keeps them (`optim.ema`)."""
+    """Return a checkpoint's parameters, or their averages where its run keeps such (optim/ema.py)."""
     parameters, slots = groups.get(PARAMETERS, {}), groups.get(OPTIMIZER, {})
     return _Averaged(parameters, slots) if any(name.endswith(f"/{LAG}") for name in slots) else parameters
 

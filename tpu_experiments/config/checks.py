@@ -19,9 +19,7 @@ from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, PATTERNS, SAVA
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.rollout_schema import rollout_problems
-from tpu_experiments.config.schema import (
-    Config,
-)
+from tpu_experiments.config.schema import Config, ScheduleFreeAdamWConfig
 from tpu_experiments.config.start import start_problems
 from tpu_experiments.config.targets import target_problems
 from tpu_experiments.config.task_schema import (
@@ -734,6 +732,16 @@ def _targets(config: Config) -> list[str]:
     return problems
 
 
+def _optim(config: Config) -> list[str]:
+    """Return a problem if parameters would be averaged twice."""
+    if not config.optim.ema or config.optim._target_ != ScheduleFreeAdamWConfig._target_:
+        return []
+    return [
+        f"optim.ema={config.optim.ema:g} with optim=schedule_free_adamw, which averages its steps itself; leave "
+        "optim.ema out."
+    ]
+
+
 def _checkpoint(config: Config) -> list[str]:
     keep_best = config.checkpoint.keep_best
     if not keep_best or config.trainer.eval_every_steps != 0:
@@ -790,6 +798,7 @@ RULES: tuple[Callable[[Config], list[str]], ...] = (
     _sample,
     _packing,
     _objective,
+    _optim,
     tracing_problems,
     _targets,
     _checkpoint,

@@ -3,13 +3,21 @@
 Pure arithmetic, so that the checks, the trainer and the plan all use the same stages.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpu_experiments.config.defaults import LANES, fitting_rows, rows_of
 from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.mesh import num_shards
-from tpu_experiments.config.schema import Config, ExitTestConfig, ScheduleConfig, StageConfig, StageScheduleConfig
+from tpu_experiments.config.schema import (
+    Config,
+    ExitTestConfig,
+    ScheduleConfig,
+    ScheduleFreeAdamWConfig,
+    StageConfig,
+    StageScheduleConfig,
+)
 
 FULL_LR = 0.1
 """Best learning rate of full fine-tuning relative to that of LoRA (Schulman et al., LoRA Without Regret, 2025)."""
@@ -139,7 +147,7 @@ def _stage_sources(config: Config, name: str, stage: StageConfig) -> tuple[str, 
 def _stage_problems(config: Config, name: str) -> list[str]:
     stage = config.curriculum.stages[name]
     key = f"curriculum.stages.{name}"
-    problems = _length_problems(stage, key) + _exit_problems(config, stage, key)
+    problems = _length_problems(stage, key) + _exit_problems(config, stage, key) + _schedule_problems(config, name)
     if stage.replay and not stage.replay_sources and name == next(iter(config.curriculum.stages)):
         problems.append(
             f"{key}.replay={stage.replay}; no stage is before it whose data could be replayed; name replay_sources, or "
@@ -214,8 +222,8 @@ def _settle(config: Config, name: str, index: int, chosen: Mapping[str, tuple[st
         geometry=_stage_geometry(config, name),
         steps=stage.steps,
         epochs=_epochs(config, stage, sources=own),
-        lr=stage.lr or config.optim.lr or _lr_of_model(config),
-        schedule=_schedule(config.schedule, stage.schedule),
+        lr=_lr(config, stage),
+        schedule=_schedule(config, stage),
         optimizer=stage.optimizer,
         tokens=stage.tokens,
         tokens_per_parameter=stage.tokens_per_parameter,
@@ -290,9 +298,77 @@ def _epochs(config: Config, stage: StageConfig, *, sources: Sequence[str]) -> fl
     return stage.epochs
 
 
-def _schedule(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleConfig:
-    """Return the run's schedule with the values that the stage sets."""
-    return replace(own, **{name: value for name, value in vars(of_stage).items() if value is not None})
+def _schedule(config: Config, stage: StageConfig) -> ScheduleConfig:
+    """Return the run's schedule with the values that the stage sets, and its `min_lr` as `floor`."""
+    found = _with_stage(config.schedule, stage.schedule)
+    return found if found.min_lr is None else replace(found, floor=found.min_lr / _lr(config, stage))
+
+
+def _with_stage(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleConfig:
+    """Return the run's schedule with the values that the stage sets.
+
+    One that the run sets by another key, as a warm-up in steps or as a share, gives way to the stage's.
+    """
+    given = {name: value for name, value in vars(of_stage).items() if value is not None}
+    for key, other in (("warmup_steps", "warmup_ratio"), ("warmup_ratio", "warmup_steps"), ("floor", "min_lr")):
+        if key in given and other not in given:
+            given[other] = None
+    return replace(own, **given)
+
+
+OF_SHAPE = {
+    "decay_shape": ("wsd", "linear"),
+    "cycles": ("cosine_with_restarts", 2),
+    "power": ("polynomial", 1.0),
+    "timescale": ("inverse_sqrt", None),
+}
+"""Keys of a schedule that one shape alone reads: that shape, and their defaults."""
+
+
+def _schedule_problems(config: Config, name: str) -> list[str]:
+    """Return what contradicts itself in a stage's schedule, or would do nothing."""
+    stage, own, key = config.curriculum.stages[name], config.schedule, f"curriculum.stages.{name}.schedule"
+    found, lr, problems = _with_stage(own, stage.schedule), _lr(config, stage), []
+    if found.warmup_steps is not None and found.warmup_ratio is not None:
+        place = "schedule" if stage.schedule.warmup_steps is None else key
+        problems.append(
+            f"{place}.warmup_steps={found.warmup_steps} and {place}.warmup_ratio={found.warmup_ratio:g}; both set the "
+            "length of the warm-up; set one of them to null."
+        )
+    if stage.schedule.floor is not None and stage.schedule.min_lr is not None:
+        problems.append(
+            f"{key}.floor={stage.schedule.floor:g} and {key}.min_lr={stage.schedule.min_lr:g}; both set the end of the "
+            "decay; leave one of them out."
+        )
+    if found.min_lr is not None and found.min_lr > lr:
+        place = "schedule" if stage.schedule.min_lr is None else key
+        problems.append(
+            f"{place}.min_lr={found.min_lr:g} is above the peak of stage {name}, {lr:g}; set at most that, or raise "
+            "optim.lr."
+        )
+    if found.min_lr and found.name == "constant":
+        problems.append(f"schedule.min_lr={found.min_lr:g} with the schedule constant of stage {name}; it never falls.")
+    if config.optim._target_ == ScheduleFreeAdamWConfig._target_ and found.name != "constant":
+        place = "schedule" if stage.schedule.name is None else f"{key}.name"
+        problems.append(
+            f"{place}={found.name} with optim=schedule_free_adamw, whose average is in the place of a decay (arXiv "
+            f"2405.15682); use {place}=constant, or optim=adamw."
+        )
+    shapes = {_with_stage(own, each.schedule).name for each in config.curriculum.stages.values()}
+    for part, (shape, default) in OF_SHAPE.items():
+        given = getattr(stage.schedule, part)
+        if given is not None and found.name != shape:
+            problems.append(f"{key}.{part}={given} with the schedule {found.name}; it is a key of {shape} alone.")
+        if getattr(own, part) != default and shape not in shapes:
+            problems.append(
+                f"schedule.{part}={getattr(own, part)} with schedule={own.name}; it is a key of {shape} alone."
+            )
+    return problems
+
+
+def _lr(config: Config, stage: StageConfig) -> float:
+    """Return the peak learning rate of a stage."""
+    return stage.lr or config.optim.lr or _lr_of_model(config)
 
 
 def _sources_before(name: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -309,11 +385,18 @@ def long_warmups(stages: Sequence[Stage], steps: Mapping[str, int]) -> list[str]
         steps: optimizer steps of each stage, by name.
     """
     return [
-        f"schedule.warmup_steps={stage.schedule.warmup_steps} with {steps[stage.name]} steps in stage {stage.name}: "
+        f"{_warmup(stage.schedule)} with {steps[stage.name]} steps in stage {stage.name}: "
         "the rate rises over all of them and never falls; set a smaller number, or null for 3 % of the stage"
         for stage in stages
-        if (stage.schedule.warmup_steps or 0) >= steps[stage.name]
+        if max(stage.schedule.warmup_steps or 0, math.ceil((stage.schedule.warmup_ratio or 0) * steps[stage.name]))
+        >= steps[stage.name]
     ]
+
+
+def _warmup(schedule: ScheduleConfig) -> str:
+    """Return the key of a schedule that sets the warm-up, with its value."""
+    key = "warmup_steps" if schedule.warmup_ratio is None else "warmup_ratio"
+    return f"schedule.{key}={getattr(schedule, key)}"
 
 
 def uneven_rows(stages: Sequence[Stage]) -> list[str]:

@@ -81,6 +81,7 @@ UNSET: dict[str, Any] = {
     "total_documents": None,
     "gives_messages": False,
     "weight_decay": None,
+    **dict.fromkeys(("warmup_ratio", "min_lr", "decay_shape", "cycles", "power", "timescale")),
     **{key: None for keys in OWN_KEYS.values() for key in keys},
 }
 """Values of keys of a source, stage or reward that have the same effect as leaving the key out."""
@@ -101,6 +102,8 @@ ADDED: dict[str, Any] = {
     "optim.no_decay": [],
     "optim.ema": 0.0,
     "optim.options": {},
+    **{"schedule.warmup_ratio": None, "schedule.min_lr": None, "schedule.timescale": None},
+    **{"schedule.decay_shape": "linear", "schedule.cycles": 2, "schedule.power": 1.0},
     "lora.dora": False,
     "lora.target_parameters": [],
     "lora.rank_pattern": {},

@@ -162,32 +162,63 @@ class SweepingConfig:
 # ---- schedule and curriculum --------------------------------------------------------------------------------
 
 
+SHAPES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd")
+"""Schedules after the warm-up."""
+DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
+
+
 @dataclass
 class ScheduleConfig:
     """Learning rate over the steps of one stage, as a multiple of the peak."""
 
-    name: str = choice("constant", "linear", "cosine", "wsd")
-    """Shape after the warm-up. `wsd`: constant, then linear decay (warmup-stable-decay, arXiv 2404.06395)."""
+    name: str = choice(*SHAPES)
+    """Shape after the warm-up. `wsd`: constant, then a decay (warmup-stable-decay, arXiv 2404.06395)."""
     warmup_steps: int | None = number(default=None, at_least=0)
-    """Steps of linear rise from 0 to the peak; null takes 3 % of the stage, at most 1,000 steps."""
+    """Steps of linear rise from 0 to the peak; null takes `warmup_ratio`, and without one 3 % of the stage, at most
+    1,000 steps."""
+    warmup_ratio: float | None = number(default=None, at_least=0, below=1)
+    """Share of the stage's steps that rise, rounded up, in the place of `warmup_steps`."""
     floor: float = number(default=0.0, at_least=0, at_most=1)
     """Multiple of the peak at the end of the decay."""
+    min_lr: float | None = number(default=None, at_least=0)
+    """Learning rate at the end of the decay, in the place of `floor`; at most the peak."""
     decay_fraction: float = number(default=0.2, above=0, at_most=1)
     """Share of the stage's steps that decay; `wsd` only."""
+    decay_shape: str = choice(*DECAY_SHAPES, default="linear")
+    """Shape of the decay; `wsd` only. `1-sqrt` falls by the root of the decay's progress (arXiv 2405.18392)."""
+    cycles: int = number(default=2, at_least=1)
+    """Cosines, each from the peak on; `cosine_with_restarts` only."""
+    power: float = number(default=1.0, above=0)
+    """Exponent of what is left of the decay; `polynomial` only."""
+    timescale: int | None = number(default=None, at_least=1)
+    """Steps t in peak x sqrt(t / (t + steps after the warm-up)); null takes the warm-up's steps + 1, or 10,000 without
+    a warm-up. `inverse_sqrt` only."""
 
 
 @dataclass
 class StageScheduleConfig:
     """Schedule of one stage; null takes the run's own value (`schedule.*`)."""
 
-    name: str | None = choice("constant", "linear", "cosine", "wsd", default=None)
+    name: str | None = choice(*SHAPES, default=None)
     """Shape of the decay."""
     warmup_steps: int | None = number(default=None, at_least=0)
-    """Steps of linear rise from 0 to the peak."""
+    """Steps of linear rise from 0 to the peak; in the place of the run's `warmup_ratio` too."""
+    warmup_ratio: float | None = number(default=None, at_least=0, below=1)
+    """Share of the stage's steps that rise; in the place of the run's `warmup_steps` too."""
     floor: float | None = number(default=None, at_least=0, at_most=1)
-    """Multiple of the peak at the end of the decay."""
+    """Multiple of the peak at the end of the decay; in the place of the run's `min_lr` too."""
+    min_lr: float | None = number(default=None, at_least=0)
+    """Learning rate at the end of the decay; in the place of the run's `floor` too."""
     decay_fraction: float | None = number(default=None, above=0, at_most=1)
     """Share of the stage's steps that decay; `wsd` only."""
+    decay_shape: str | None = choice(*DECAY_SHAPES, default=None)
+    """Shape of the decay; `wsd` only."""
+    cycles: int | None = number(default=None, at_least=1)
+    """Cosines, each from the peak on; `cosine_with_restarts` only."""
+    power: float | None = number(default=None, above=0)
+    """Exponent of what is left of the decay; `polynomial` only."""
+    timescale: int | None = number(default=None, at_least=1)
+    """Steps after which the rate has fallen to 0.71 of the peak; `inverse_sqrt` only."""
 
 
 @dataclass
@@ -292,6 +323,11 @@ class OptimConfig:
     """Decay of a moving average of the parameters, lower in the first steps (optim/ema.py): 0.9999 averages about
     10,000 steps, 0 keeps none. Evaluations, samples and the export are of the average; it takes 4 bytes a parameter."""
 
+    @property
+    def is_averaged(self) -> bool:
+        """Return whether evaluations, samples and the export are of averages of the parameters."""
+        return self.ema > 0 or self._target_ == ScheduleFreeAdamWConfig._target_
+
 
 @dataclass
 class AdamWConfig(OptimConfig):
@@ -317,6 +353,42 @@ class AdamW8bitConfig(AdamWConfig):
     """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861); below 4,096 elements in float32."""
 
     _target_: str = "tpu_experiments.optim.adamw8bit.AdamW8bit"
+
+
+@dataclass
+class ScheduleFreeAdamWConfig(OptimConfig):
+    """Schedule-free AdamW (arXiv 2405.15682): a constant learning rate after its warm-up, and an average of the steps.
+
+    Evaluations, samples and the export are of the average."""
+
+    _target_: str = "tpu_experiments.optim.schedule_free.ScheduleFreeAdamW"
+    beta1: float = number(default=0.9, above=0, below=1)
+    """Share of the average in the point that gradients are taken at."""
+    beta2: float = number(default=0.999, above=0, below=1)
+    """Decay of the second moment."""
+    eps: float = number(default=1e-8, above=0)
+    """Added to the root of the second moment."""
+
+
+@dataclass
+class MuonConfig(AdamWConfig):
+    """Muon for the matrices of layers and adapters; AdamW, of the other settings here, for all other parameters."""
+
+    _target_: str = "tpu_experiments.optim.muon.Muon"
+    momentum: float = number(default=0.95, at_least=0, below=1)
+    """Decay of the momentum of a matrix, in float32."""
+    nesterov: bool = True
+    """Whether the step is that of the momentum after the next one."""
+    ns_steps: int = number(default=5, at_least=1, at_most=99)
+    """Newton-Schulz iterations that make the momentum orthogonal, three matrix products each."""
+    ns_dtype: str = choice("bfloat16", "float32", default="bfloat16")
+    """Type of these products; bfloat16 is that of torch.optim.Muon."""
+    adjust_lr_fn: str = choice("match_rms_adamw", "original", default="match_rms_adamw")
+    """Factor of the learning rate of a matrix, as in torch.optim.Muon: 0.2 sqrt(max(rows, columns)), with which a step
+    is about as long as AdamW's, so that `lr` is AdamW's; or sqrt(max(1, rows / columns)), the author's."""
+    adamw: list[str] = field(default_factory=list)
+    """Shell patterns over the names of trainable parameters, such as `*.router.weight`, of which AdamW updates matching
+    matrices too. Each must match a parameter, and a kind of module in all layers."""
 
 
 @dataclass
@@ -355,12 +427,24 @@ def _factored(shape: tuple[int, ...]) -> float:
     return 4.0 * (sum(shape[-2:]) * math.prod(shape[:-2]))
 
 
+def _one_moment(shape: tuple[int, ...]) -> float:
+    return 4.0 * math.prod(shape)
+
+
+def _momentum(shape: tuple[int, ...]) -> float:
+    return _one_moment(shape) if len(shape) > 1 else _two_moments(shape)
+
+
 STATE_BYTES: dict[str, Callable[[tuple[int, ...]], float]] = {
     AdamWConfig._target_: _two_moments,
     AdamW8bitConfig._target_: _in_8_bits,
     AdafactorConfig._target_: _factored,
+    MuonConfig._target_: _momentum,
+    ScheduleFreeAdamWConfig._target_: _one_moment,
 }
-"""Optimizers of this project, by class, and the bytes of the state of one parameter, by its shape."""
+"""Optimizers of this project, by class, and the bytes of the state of one parameter, by its shape, without averages."""
+OUTSIDE_BYTES = {MuonConfig._target_: _two_moments}
+"""The same of embeddings and heads, where an optimizer has another state for them."""
 
 
 # ---- trainer, samples and loggers ---------------------------------------------------------------------------
@@ -551,6 +635,8 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_adamw": AdamWConfig,
         "base_adamw8bit": AdamW8bitConfig,
         "base_adafactor": AdafactorConfig,
+        "base_muon": MuonConfig,
+        "base_schedule_free_adamw": ScheduleFreeAdamWConfig,
         "base": OwnOptimConfig,
     },
     "rollout": {"base": RolloutConfig},

@@ -35,10 +35,14 @@ KEYS = {
     **dict.fromkeys(("load_in_8bit", "quantization_bit"), "model.base=int8"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), _REMAT),
     **dict.fromkeys(("attn_implementation", "flash_attention", "flash_attn"), "model.attention=flash or sdpa"),
-    **{"warmup_ratio": "schedule.warmup_steps=N, a number of steps", "warmup_steps": "schedule.warmup_steps={value}"},
+    **{"warmup_ratio": "schedule.warmup_ratio={value}", "warmup_steps": "schedule.warmup_steps={value}"},
     **{"weight_decay": "optim.weight_decay={value}", "max_grad_norm": "optim.clip_norm={value}"},
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule=cosine, linear, constant or wsd"),
-    **dict.fromkeys(("optimizer", "optimiser"), "optim=adamw, adamw8bit or adafactor"),
+    **dict.fromkeys(("min_lr", "lr_end", "cosine_min_lr", "min_learning_rate"), "schedule.min_lr={value}"),
+    **{"min_lr_rate": "schedule.floor={value}", "min_lr_ratio": "schedule.floor={value}"},
+    **{"num_cycles": "schedule.cycles={value} of schedule=cosine_with_restarts"},
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"),
+                    "schedule=cosine, linear, constant, wsd, cosine_with_restarts, polynomial or inverse_sqrt"),
+    **dict.fromkeys(("optimizer", "optimiser"), "optim=adamw, adamw8bit, adafactor, muon or schedule_free_adamw"),
     **dict.fromkeys(("save_steps", "save_every", "checkpoint_every"), "checkpoint.every_steps={value}"),
     **dict.fromkeys(("eval_steps", "eval_every"), "trainer.eval_every_steps={value}"),
     **dict.fromkeys(("logging_steps", "log_every"), "trainer.log_every_steps={value}"),
@@ -75,7 +79,18 @@ CHOICES = {
     },
     "hw": dict.fromkeys(("cuda", "nvidia"), "gpu") | dict.fromkeys(("local", "none", "laptop"), "cpu"),
     "optim": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")
-    | dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
+    | dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit")
+    | dict.fromkeys(("schedule_free", "schedulefree", "adamw_schedule_free"), "schedule_free_adamw"),
+    "schedule": {
+        "constant_with_warmup": "constant",
+        "cosine_with_min_lr": "cosine, with schedule.floor=RATIO or schedule.min_lr=RATE",
+        "cosine_warmup_with_min_lr": "cosine, with schedule.floor=RATIO or schedule.min_lr=RATE and a warm-up from 0",
+        "warmup_stable_decay": "wsd",
+        **dict.fromkeys(
+            ("reduce_lr_on_plateau", "greedy"),
+            "constant, with curriculum.stages.NAME.exit.patience=N to end a stage on a plateau; no rate reads losses",
+        ),
+    },
     "lora": {"full": "none", "false": "none", "no": "none", "qlora": "all_linear_r16 model.base=nf4"},
     "debug": dict.fromkeys(("true", "yes", "test", "tiny", "fast"), "smoke"),
 }

@@ -53,12 +53,13 @@ def is_matched(name: str, patterns: Iterable[str]) -> bool:
     return all(any(fnmatchcase(part, pattern) for pattern in patterns) for part in hugging_face_names(name))
 
 
-def require_decay_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Require every pattern of `optim.no_decay` to match a trainable parameter, in all layers or in none.
+def require_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Require every pattern of a key of `optim` to match a trainable parameter, in all layers or in none.
 
-    Equal layers may be folded into a stack, which decays as a whole.
+    Equal layers may be folded into a stack, which is updated as a whole.
 
     Args:
+        key: `no_decay` or `adamw`.
         names: Hugging Face's names of the trainable parameters.
 
     Raises:
@@ -67,15 +68,15 @@ def require_decay_patterns(patterns: Sequence[str], names: Sequence[str]) -> Non
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"optim.no_decay has {pattern!r}, which matches none of the {len(names)} trainable parameters, "
+                f"optim.{key} has {pattern!r}, which matches none of the {len(names)} trainable parameters, "
                 f"{names[0]} and so on. {suggest(pattern, names)}"
             )
     for kind, members in _by_kind(names).items():
         matched = [name for name in members if is_matched(name, patterns)]
         if 0 < len(matched) < len(members):
             raise ConfigError(
-                f"optim.no_decay=[{', '.join(patterns)}]; it matches {kind} in {len(matched)} of {len(members)} "
-                "layers, and layers may be folded into one that decays as a whole; write * in the place of the layer."
+                f"optim.{key}=[{', '.join(patterns)}]; it matches {kind} in {len(matched)} of {len(members)} "
+                "layers, and layers may be folded into one that is updated as a whole; write * for the layer."
             )
 
 

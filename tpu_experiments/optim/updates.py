@@ -16,6 +16,7 @@ from tpu_experiments.optim.base import Named, Optimizer, ParameterGroup, State, 
 from tpu_experiments.optim.ema import LAG, next_lags
 from tpu_experiments.optim.facts import Facts, facts_of
 from tpu_experiments.optim.loss_scale import GOOD, SCALE
+from tpu_experiments.optim.schedule_free import PEAK, WEIGHTS, ScheduleFreeAdamW, averaged
 
 DECAY = "weight_decay"
 """Slot of the entry `""`, shape (1,), and key of the stage's decay in a batch, where a stage has one of its own. A
@@ -35,13 +36,19 @@ class Updates:
     is_scaled: bool = False
     """Whether the state has a loss scale, which `training/step.py` applies and adapts."""
 
+    @property
+    def is_schedule_free(self) -> bool:
+        """Return whether the optimizer's steps are averaged (optim/schedule_free.py)."""
+        return isinstance(self.optimizer, ScheduleFreeAdamW)
+
     def init(self, parameters: Named) -> State:
         """Return the zero state on the parameters' device; on the meta device it has shapes only."""
         state = self.optimizer.init(parameters)
-        if self.ema:
+        if self.ema or self.is_schedule_free:
             for name, p in parameters.items():
                 state[name] = {**state[name], LAG: torch.zeros_like(p, dtype=torch.float32)}
         beside = ((DECAY,) if self.weight_decay is None else ()) + ((SCALE, GOOD) if self.is_scaled else ())
+        beside += (PEAK, WEIGHTS) if self.is_schedule_free else ()
         return {**state, "": {**state[""], **{slot: torch.zeros(1) for slot in beside}}}
 
     def clipped(self, grads: Named, *, norm: Tensor) -> Named:
@@ -61,8 +68,11 @@ class Updates:
         A stage's decay comes after an update without one: less lr * decay * p of every parameter that decays, which is
         what AdamW and Adafactor compute themselves. The loss scale stays as it is.
         """
-        beside = {slot: state[""][slot] for slot in (DECAY, SCALE, GOOD) if slot in state[""]}
+        beside = {slot: state[""][slot] for slot in (DECAY, SCALE, GOOD, PEAK, WEIGHTS) if slot in state[""]}
         shared = {slot: tensor for slot, tensor in state[""].items() if slot not in beside}
+        move, sign = self.optimizer.update, -1
+        if isinstance(self.optimizer, ScheduleFreeAdamW):
+            move, sign = self.optimizer.steps, 1  # `new_parameters` are steps, before minus after
         rates: dict[tuple[float, ...], list[str]] = {}
         for name in parameters:
             rates.setdefault(self.facts[name].factors, []).append(name)
@@ -70,7 +80,7 @@ class Updates:
         new_state: State = {}
         for factors, names in rates.items():
             rate = functools.reduce(operator.mul, factors, lr)
-            moved, made = self.optimizer.update(
+            moved, made = move(
                 {name: parameters[name] for name in names},
                 {name: grads[name] for name in names},
                 {"": shared} | {name: {slot: t for slot, t in state[name].items() if slot != LAG} for name in names},
@@ -79,10 +89,15 @@ class Updates:
             )
             if DECAY in beside:
                 decaying = [name for name in names if self.facts[name].decays]
-                moved |= {name: moved[name] - rate * beside[DECAY] * parameters[name] for name in decaying}
+                moved |= {name: moved[name] + sign * rate * beside[DECAY] * parameters[name] for name in decaying}
             new_parameters |= moved
             new_state |= made
-        if self.ema:
+        if isinstance(self.optimizer, ScheduleFreeAdamW):
+            steps, beta1 = new_parameters, self.optimizer.beta1
+            new_parameters, lags, slots = averaged(state, parameters, steps, lr=lr, beta1=beta1)
+            new_state |= {name: {**new_state[name], LAG: lag} for name, lag in lags.items()}
+            beside |= slots
+        elif self.ema:
             count = new_state[""]["count"]
             lags = next_lags(state, parameters, new_parameters, num_updates=count, decay=self.ema)
             new_state |= {name: {**new_state[name], LAG: lag} for name, lag in lags.items()}
@@ -142,9 +157,16 @@ def updates_of(
         optimizer: a custom trainer's; None is that of `optim`.
         groups: of an objective (facts.py).
     """
+    made = optimizer or optimizer_of(config)
+    if isinstance(made, ScheduleFreeAdamW) != (config.optim.is_averaged and not config.optim.ema):
+        raise ConfigError(
+            f"optim._target_={config.optim._target_}, and the run's optimizer is {type(made).__name__}; one of them "
+            "averages parameters (optim/schedule_free.py) and the other does not; use optim=schedule_free_adamw with "
+            "that optimizer alone."
+        )
     of_stages = any(stage.weight_decay is not None for stage in config.curriculum.stages.values())
     return Updates(
-        optimizer or optimizer_of(config),
+        made,
         facts_of(config.optim, parameters, groups=groups),
         weight_decay=None if of_stages else config.optim.weight_decay,
         ema=config.optim.ema,

@@ -89,8 +89,10 @@ class StepSettings:
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(r=0))
     state_bytes: Callable[[tuple[int, ...]], float] = STATE_BYTES[AdamWConfig._target_]
     """Bytes of the optimizer's state of one parameter, by its shape."""
+    outside_bytes: Callable[[tuple[int, ...]], float] | None = None
+    """The same of embeddings and heads, where it differs."""
     averaged: bool = False
-    """Whether a moving average of the trained parameters is kept (`optim.ema`)."""
+    """Whether an average of the trained parameters is kept (`optim.ema`, or a schedule-free optimizer)."""
     recompute: bool = False
     """Only the layers' inputs are saved."""
     in_loop: bool = False
@@ -144,14 +146,16 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     split = step.chips if step.sharding == "fsdp" else 1
     shapes, of_all = trained_shapes(decoder, step=step), split if step.trainable == "full" else 1  # adapters are whole
     trained = sum(math.prod(shape) * shapes[shape] / (of_all if len(shape) > 1 else 1) for shape in shapes)
-    moment_bytes = sum(step.state_bytes(shape) * shapes[shape] for shape in shapes) / of_all
+    outer = outer_shapes(decoder) if step.trainable == "full" else set()
+    outside = step.outside_bytes or step.state_bytes
+    moment_bytes = sum((outside if s in outer else step.state_bytes)(s) * shapes[s] for s in shapes) / of_all
     for shape in expert_shapes(decoder, step=step):  # split by experts (runtime/sharding.py)
         parts = split if shape[0] % split == 0 else 1
         trained += math.prod(shape) / parts
         moment_bytes += step.state_bytes(shape) / parts
     saved = list(decoder.saved_by_name(step.lora).values())  # trained whole beside adapters, split as the base is
     trained += sum(math.prod(shape) / (split if len(shape) > 1 else 1) for shape in saved)
-    moment_bytes += sum(step.state_bytes(shape) / (split if len(shape) > 1 else 1) for shape in saved)
+    moment_bytes += sum(outside(shape) / (split if len(shape) > 1 else 1) for shape in saved)
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
@@ -190,8 +194,8 @@ def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, .
         for name, (wide, high) in decoder.projections.items():
             found[high, wide] += decoder.copies[name]
         found[decoder.vocab_size, decoder.hidden] += 1 if decoder.tied else 2
-        rows = (decoder.matrices - int(sum(math.prod(shape) * found[shape] for shape in found))) // decoder.hidden
-        found[rows, decoder.hidden] += rows > 0  # an encoder's further embeddings and the matrix of its head
+        rows = _other_rows(decoder)
+        found[rows, decoder.hidden] += rows > 0
         found[(decoder.hidden,)] += decoder.vectors / decoder.hidden
         return found
     for name, (wide, high) in decoder.adapted_by_name(step.lora).items():
@@ -211,6 +215,17 @@ def expert_shapes(decoder: Decoder, *, step: StepSettings) -> Iterator[tuple[int
         rank = lora_of(step.lora, name).r
         yield each.experts, rank, each.wide
         yield each.experts, each.high, rank
+
+
+def outer_shapes(decoder: Decoder) -> set[tuple[int, ...]]:
+    """Return the shapes of the embeddings and the head."""
+    return {(decoder.vocab_size, decoder.hidden), (_other_rows(decoder), decoder.hidden)}
+
+
+def _other_rows(decoder: Decoder) -> int:
+    """Return the rows of an encoder's further embeddings and of the matrix of its head."""
+    embeddings = decoder.vocab_size * decoder.hidden * (1 if decoder.tied else 2)
+    return int(decoder.matrices - decoder.matrices_of_layers - embeddings) // decoder.hidden
 
 
 def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:

@@ -16,7 +16,7 @@ from tpu_experiments.config.curriculum import Stage, long_warmups, uneven_rows
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.messages import path_of_model
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, MuonConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.prompts import Prompts, read_prompts
 from tpu_experiments.data.steps.epochs import write_epochs
@@ -35,7 +35,7 @@ from tpu_experiments.objectives.base import (
     objective_of,
     writes_text,
 )
-from tpu_experiments.optim.facts import require_decay_patterns
+from tpu_experiments.optim.facts import require_patterns
 from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
@@ -257,7 +257,9 @@ def check_model(config: Config, stages: Sequence[Stage]) -> int:
     source.require_weights(shapes_of_base(module))
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     require_trainable_patterns(stages, trainable)
-    require_decay_patterns(config.optim.no_decay, trainable)
+    require_patterns("no_decay", config.optim.no_decay, trainable)
+    if isinstance(config.optim, MuonConfig):
+        require_patterns("adamw", config.optim.adamw, trainable)
     log.info("%s: %s", config.model.name, report)
     if config.model.tokenizer_path is not None and config.model.path != path_of_model(config.model.name):
         log.info("model.path=%s is trained with the tokenizer of %s", config.model.path, config.model.tokenizer_path)

@@ -625,7 +625,7 @@ def _text_shapes(inputs: RunInputs, config: Config, *, rollouts: dict[str, Shape
         sampled: Shapes = {(len(config.sample.all_prompts), window)} if samples(config) else set()
         asked: Shapes = {(QUESTION_ROWS, window)} if config.questions else set()
         return {**rollouts, "sample": sampled, "ask": asked}
-    merged: dict[str, Shapes] = {"merge averages" if config.optim.ema else "merge": {()}}
+    merged: dict[str, Shapes] = {"merge averages" if config.optim.is_averaged else "merge": {()}}
     own = inputs.lengths.shapes | merged
     return {name: rollouts.get(name, set()) | own.get(name, set()) for name in (*rollouts, *own)}
 
@@ -666,7 +666,7 @@ def _rollout_shapes(inputs: RunInputs, config: Config, *, world_size: int) -> di
     if config.rollout.sampler == "own":
         rollout, bucket = config.rollout, prompt_bucket(inputs, config)
         found["merge"] = {()}
-        if config.optim.ema:
+        if config.optim.is_averaged:
             found["merge averages"] = {()}
         how = {"max_new_tokens": rollout.max_new_tokens, "tokens_per_call": TOKENS_PER_CALL}
         found |= decoder_shapes([bucket], num_rows=rollout.num_rows, **how)

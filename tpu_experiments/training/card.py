@@ -91,7 +91,8 @@ def _introduction(result: Mapping[str, Any], config: Config) -> str:
     base += {"int8": ", whose layers had their weights in int8", "nf4": ", whose layers had their weights in NF4"}.get(
         config.model.base, ""
     )
-    averaged = f" averaged over steps (decay {config.optim.ema:g})," if config.optim.ema else ""
+    how = f"decay {config.optim.ema:g}" if config.optim.ema else "schedule-free"
+    averaged = f" averaged over steps ({how})," if config.optim.is_averaged else ""
     if config.lora.r == 0:
         return f"All weights of {base} ({trained}),{averaged} trained with tpu_experiments."
     lora, targets = config.lora, for_markdown(", ".join([*config.lora.targets, *config.lora.target_parameters]))

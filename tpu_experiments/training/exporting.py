@@ -35,7 +35,7 @@ def export_trained(trainer: "Trainer") -> dict[str, Any] | None:
 def stored_parameters(trainer: "Trainer") -> Mapping[str, Tensor] | None:
     """Return the trained tensors of the run's last checkpoint where no host has them whole, otherwise None.
 
-    With `optim.ema` they are the averages.
+    They are the averages where the run keeps such.
 
     Every process takes part, at the end of the run, whose last step is always saved.
 
@@ -101,12 +101,12 @@ def require_readable(trainer: "Trainer") -> None:
 
 
 def take_averages(trainer: "Trainer", *, stored: Mapping[str, Tensor] | None) -> None:
-    """Replace the parameters by their averages, which are exported; no step or checkpoint may follow.
+    """Replace the parameters by their averages, from which no step of the same optimizer state may follow.
 
     Args:
         stored: `stored_parameters`.
     """
-    if not trainer.config.optim.ema:
+    if not trainer.config.optim.is_averaged:
         return
     for name in trainer.model.order:
         lag = trainer.state[name][LAG]

@@ -100,7 +100,7 @@ class OwnSampler:
 
     def __init__(self, trainer: Trainer, *, ends: frozenset[int]) -> None:
         config, inputs, self._copy = trainer.config, trainer.inputs, trainer.copy
-        self._averages = trainer.evaluated_parameters if config.optim.ema else None
+        self._averages = trainer.evaluated_parameters if config.optim.is_averaged else None
         self._between, self._ends, self._rollout = trainer.leave_if_requested, ends, config.rollout
         self._bucket = prompt_bucket(inputs, config)
         self._decoder = Decoder(

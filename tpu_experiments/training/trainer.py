@@ -54,6 +54,7 @@ from tpu_experiments.objectives.base import (
 )
 from tpu_experiments.optim.base import Optimizer, State
 from tpu_experiments.optim.ema import Averages
+from tpu_experiments.optim.muon import Muon, spread_over
 from tpu_experiments.optim.updates import Updates, optimizer_of, updates_of
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram
 from tpu_experiments.runtime.stacked import is_stack
@@ -78,7 +79,7 @@ from tpu_experiments.training.canary import HostModel, check_first_gradients
 from tpu_experiments.training.epochs import Passes, count
 from tpu_experiments.training.evaluation import Evaluation, Evaluator
 from tpu_experiments.training.exit_test import apply_exit_test
-from tpu_experiments.training.exporting import export_trained
+from tpu_experiments.training.exporting import export_trained, stored_parameters, take_averages
 from tpu_experiments.training.forward_canary import check_losses
 from tpu_experiments.training.guard import Guard, RollBack
 from tpu_experiments.training.merged import MergedCopy
@@ -230,8 +231,9 @@ class Trainer:
             between=self.leave_if_requested,
         )
         log.info("%s", self.model.report)
-        if config.optim.ema:
-            log.info("optim.ema=%g: evaluations, samples and the export are of averaged parameters", config.optim.ema)
+        if config.optim.is_averaged:
+            key = f"optim.ema={config.optim.ema:g}" if config.optim.ema else "a schedule-free optimizer"
+            log.info("%s: evaluations, samples and the export are of averaged parameters", key)
         self.seat.wait("built")
 
     @property
@@ -272,7 +274,10 @@ class Trainer:
     def build_updates(self, parameters: Mapping[str, Tensor]) -> Updates:
         """Return the optimizer with the facts of every parameter."""
         groups = self.objective.parameter_groups(list(parameters), clip_norm=self.config.optim.clip_norm)
-        return updates_of(self.config, parameters, optimizer=self.build_optimizer(), groups=groups)
+        optimizer = self.build_optimizer()
+        if isinstance(optimizer, Muon):
+            optimizer.spread = spread_over(self.runtime)
+        return updates_of(self.config, parameters, optimizer=optimizer, groups=groups)
 
     def model_source(self) -> HuggingFaceModel:
         """Return the source of the model's config, module and weights."""
@@ -284,8 +289,8 @@ class Trainer:
 
     @cached_property
     def evaluated_parameters(self) -> Mapping[str, Tensor]:
-        """Parameters that evaluations and samples use: with `optim.ema`, the averages."""
-        own = Averages(self.parameters, self.state) if self.config.optim.ema else self.parameters
+        """Parameters that evaluations and samples use: the averages, where the run keeps such."""
+        own = Averages(self.parameters, self.state) if self.config.optim.is_averaged else self.parameters
         return self.seat.evaluated(own)
 
     @cached_property
@@ -377,6 +382,8 @@ class Trainer:
             self.progress.stages.append(StageRecord(stage.name, epochs=[]))
             self.progress.guard.recent = []
             if stage.optimizer == "fresh" and stage.index > 0:
+                if self.updates.is_schedule_free:  # the average is what was trained, and a fresh one begins there
+                    take_averages(self, stored=stored_parameters(self))
                 self.state.update(self.fresh_state())
         step, begun = self.progress.step, self.progress.stage_step > 0
         text = f"stage {stage.name}: {num_steps} steps over {rows.num_rows} rows of {', '.join(stage.sources)}"

@@ -99,7 +99,7 @@ def counted_only(config: Config) -> Iterator[Program]:
     if writes_rollouts(config):
         answers = answers_of(config, DecodeConfig())
         yield Program("merge", (), "weights", None)
-        if config.optim.ema:
+        if config.optim.is_averaged:
             yield Program("merge averages", (), "weights", None)
         yield Program("read", (), f"{answers.rows} x {answers.prompt_tokens}", None)
         yield Program("write", (), f"{answers.rows} x {answers.tokens_per_call}", None)

@@ -231,7 +231,7 @@ def lowered_sample(trainer: Any, *, rows: int, name: str = "sample") -> Lowered:
 def lowered_merges(trainer: Any) -> Iterator[Lowered]:
     """Lower the program that makes a copy of the current weights to write answers with, and that of their averages."""
     config = trainer.config
-    averages = trainer.evaluated_parameters if config.optim.ema and writes_rollouts(config) else None
+    averages = trainer.evaluated_parameters if config.optim.is_averaged and writes_rollouts(config) else None
     copy = MergedCopy(trainer.model, lora=config.lora, runtime=trainer.runtime, averages=averages)
     unread = {"none": torch.empty(1, device="meta")}
     for parameters, as_run in ((trainer.parameters, copy.program), (averages, copy.program_of_averages)):
