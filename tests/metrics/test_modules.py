@@ -14,6 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.metrics import flops as flops_module
 from tpu_experiments.metrics.flops import Counted, Recomputed, counted_decoder, flops_of_token, read_decoder
+from tpu_experiments.models.stack.fold import decoder_layers, repetition
 from tpu_experiments.objectives.base import trained_flops
 
 pytestmark = pytest.mark.xla
@@ -111,6 +112,24 @@ def test_a_training_program_has_the_products_that_are_counted(model_type: str, r
     every = sum(2.0 * (each.queries + each.values) * SEQ_LEN for each in sizes.modules.mixing)
     again = 1.0 if remat == "layer_inputs" else 0.0
     assert found / (ROWS * SEQ_LEN) == pytest.approx(flops.total + (3 + again) * (every - causal), rel=1e-9)
+
+
+@pytest.mark.parametrize("model_type", [*BY_MODULES, "gemma2", "qwen3"])
+def test_layers_repeat_where_they_are_folded(model_type: str) -> None:
+    """By the rule of models/stack/fold.py, in the depth that the class has by default."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from tests.benchmarks.decoders import IDS
+    from tests.benchmarks.families import OWN
+
+    config = CONFIG_MAPPING[model_type](**IDS, **OWN.get(model_type, {}))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    _, layers = decoder_layers(module)
+    assert counted_decoder(config).modules.repeats == (repetition(layers, length=len(layers))[1] > 0)
+    assert counted_decoder(config).modules.repeats == (model_type not in ("apertus", "deepseek_v3"))
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "minimax", "mamba2"])

@@ -775,6 +775,10 @@ class Counted(Decoder):
         inside = (each for each in self.modules.matrices if each.layer is not None and not each.mixes)
         return [self._key(each) for each in inside if each.outputs == self.hidden][-1]
 
+    def has_equal_layers(self, lora: LoraConfig) -> bool:
+        """Return whether layers fold into a loop."""
+        return self.modules.repeats and super().has_equal_layers(lora)
+
     @property
     def reads_last(self) -> bool:
         """Whether the backward pass reads the output of a layer's last matrix."""

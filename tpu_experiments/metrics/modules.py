@@ -80,6 +80,8 @@ class Modules:
     tied: bool
     ends_in_norm: bool
     """Whether a layer's last matrix is followed by a norm."""
+    repeats: bool
+    """Whether layers, or periods of them, differ in their weights alone, so that models/stack/fold.py folds them."""
 
 
 def read_modules(config: Any) -> Modules:
@@ -167,7 +169,34 @@ def modules_of(model: Any) -> Modules:
         head=head_name,
         tied=tied,
         ends_in_norm=any(AFTER_MLP.search(name) for name, _ in stack[0].named_children()),
+        repeats=_repeats([_kind(layer) for layer in stack]),
     )
+
+
+def _kind(layer: "nn.Module") -> Any:
+    """Return a value that is equal for layers that differ only in their weights; one with buffers is equal to none."""
+    if next(layer.buffers(), None) is not None:
+        return id(layer)
+    return [
+        (
+            name,
+            type(part),
+            {k: v for k, v in vars(part).items() if isinstance(v, str | int | float | None) and k != "layer_idx"},
+            [(own, p.shape) for own, p in part.named_parameters(recurse=False)],
+        )
+        for name, part in layer.named_modules()
+    ]
+
+
+def _repeats(kinds: list[Any]) -> bool:
+    """Return whether kinds repeat after some layers: from the first on with some left over, or all from the second."""
+    for start in (0, 1):
+        own = kinds[start:]
+        for period in range(1, len(own) // 2 + 1):
+            whole = len(own) // period * period
+            if (whole == len(own) or not start) and all(own[n] == own[n % period] for n in range(whole)):
+                return True
+    return False
 
 
 def _shapes(model: Any, *, without: str) -> dict[str, tuple[int, ...]]:
