@@ -26,7 +26,7 @@ def is_fine_tuned(model: str) -> bool:
 
 MODELS = [name for name in names("model") if name not in ("tiny", "reader") and is_fine_tuned(name)]
 DATA = [name for name in names("data") if not name.startswith(("sample", "stories")) and name not in sources_of_pairs()]
-HW = {"v5e1, colab": "v5e1", "v5e8": "v5e8", "v6e1": "v6e1", "v6e8": "v6e8"}
+HW = {"v5e1, colab": "v5e1", "v5e8 (Kaggle)": "v5e8", "v6e1, colab_v6e": "v6e1", "v6e8": "v6e8"}
 
 
 def table() -> str:

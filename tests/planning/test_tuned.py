@@ -7,10 +7,12 @@ import pytest
 from tests.benchmarks.retune import words_of
 from tests.config.composing import composed
 from tests.tiers import only
+from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.tuned import KEPT, SPEED, value_of
 from tpu_experiments.planning import tuned as table
+from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.tuned import (
     Line,
     facts_of,
@@ -238,3 +240,15 @@ def test_a_line_s_words_are_what_a_command_takes(machine, memory) -> None:
 def test_a_line_can_be_planned_again_from_what_it_holds(each) -> None:
     """By `python -m tests.benchmarks.retune`."""
     assert facts_of(composed(*words_of(each), "tuned=off", "task=plan")) == each.facts
+
+
+OF_EACH_KIND = {(line.model, line.settings["model.stack"], line.settings["model.remat"]): line for line in lines()}
+
+
+@pytest.mark.parametrize(
+    "line", OF_EACH_KIND.values(), ids=lambda line: f"{line.model} on {line.hw}, {line.words[:20]}"
+)
+def test_formulas_give_about_the_memory_that_the_compiler_gave(line) -> None:
+    config = composed(*words_of(line), "tuned=off", "task=plan")
+    _, memory = largest_stage(config, config.model.arch, resolve_stages(config))
+    assert 0.75 * line.hbm_gib < memory.total < 1.6 * line.hbm_gib

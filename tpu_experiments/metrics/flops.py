@@ -11,6 +11,7 @@ weights. LoRA needs no gradient of the frozen weights: about 4 N instead of 6 N.
 window."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -30,6 +31,7 @@ from tpu_experiments.config.model_schema import (
 )
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import Config
+from tpu_experiments.metrics.modules import Matrix, Modules, read_modules
 
 REQUIRED = (
     "hidden_size",
@@ -53,6 +55,8 @@ class Family:
     """RMSNorms over the MLP's inner size per layer. No field: the digests of stored plans are of the fields."""
     is_fused: ClassVar[bool] = False
     """Whether projections that read the same input are one matrix."""
+    ends_in_norm: ClassVar[bool] = False
+    """Whether a norm follows the MLP's last matrix, of a layer with two norms. No field."""
     qkv_bias: bool = False
     tied: bool = False
     """`tie_word_embeddings` where the config does not have it."""
@@ -66,6 +70,13 @@ class BitNetFamily(Family):
     """A Llama with a norm in front of o_proj and one in front of down_proj."""
 
     inner_norms: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class PostNormFamily(Family):
+    """Norms are behind attention and MLP, and none in front of them."""
+
+    ends_in_norm: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ FAMILIES = {
     **dict.fromkeys(("cohere", "cohere2"), Family(norms=1, tied=True)),
     "gemma2": Family(norms=4, tied=True),
     "seed_oss": Family(qkv_bias=True),
-    "exaone4": Family(head_norms=2),
+    "exaone4": PostNormFamily(head_norms=2),
 }
 
 
@@ -181,9 +192,24 @@ class Decoder:
         return self.matrices + self.vectors
 
     @property
+    def inner(self) -> int:
+        """Features inside the MLP of a token."""
+        return self.intermediate
+
+    @property
+    def stacked(self) -> frozenset[str]:
+        """Names of `projections` that are no Linear, which `model.base` leaves dense."""
+        return frozenset()
+
+    @property
     def last_projection(self) -> str:
         """Name of the projection after which a layer ends."""
         return MLP_PROJECTIONS[-1]
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether the backward pass reads the output of a layer's last projection: where a norm follows (Gemma 3)."""
+        return self.family.norms > 2 or self.family.ends_in_norm
 
     def attention(self, seq_len: int, *, causal: bool = True) -> float:
         """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
@@ -554,6 +580,16 @@ class Mixture(Decoder):
         return found | {self.last_projection: (inner, self.hidden)}
 
     @property
+    def inner(self) -> int:
+        """Features inside the MLP of a token: those of its own experts."""
+        return self.chosen * self.intermediate
+
+    @property
+    def stacked(self) -> frozenset[str]:
+        """Names of the router and the matrices of experts."""
+        return frozenset(("gate", "gate_up_proj", self.last_projection))
+
+    @property
     def multiplied(self) -> dict[str, float]:
         """Elements of the matrices of all layers that a token is multiplied with, of a token's own experts alone."""
         share = {name: self.chosen / self.experts for name in ("gate_up_proj", self.last_projection)}
@@ -573,7 +609,7 @@ class Mixture(Decoder):
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, shape in super()._linears():
-            if name.rpartition(".")[2] not in ("gate", "gate_up_proj", self.last_projection):  # none is a Linear
+            if name.rpartition(".")[2] not in self.stacked:
                 yield name, shape
 
 
@@ -728,6 +764,130 @@ def _read_gemma4(arch: Any) -> Gemma4:
     )
 
 
+@dataclass(frozen=True)
+class Counted(Decoder):
+    """Sizes of any other decoder, from the modules of transformers' class (metrics/modules.py).
+
+    `head_dim` is the width of a head's queries in the widest layer. `intermediate` is half of what the matrices of an
+    MLP make of a token, the last one excepted, of the experts of a token alone: the features inside a gated MLP.
+    """
+
+    modules: Modules
+
+    def _key(self, matrix: Matrix) -> str:
+        """Return the name of a matrix without its layer, with its size where layers differ."""
+        return f"{matrix.inputs}x{matrix.outputs}.{re.sub(r'[.][0-9]+[.]', '.', matrix.name)}"
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of all matrices but the head."""
+        return {self._key(each): (each.inputs, each.outputs) for each in self.modules.matrices}
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Number of layers that have each of `projections`."""
+        return dict(Counter(map(self._key, self.modules.matrices)))
+
+    @property
+    def stacked(self) -> frozenset[str]:
+        """Matrices that are no Linear."""
+        return frozenset(self._key(each) for each in self.modules.matrices if not each.is_linear)
+
+    @property
+    def multiplied(self) -> dict[str, float]:
+        """Elements of the matrices of all layers that a token is multiplied with."""
+        shares = {self._key(each): each.share for each in self.modules.matrices}
+        return {name: count * shares[name] for name, count in super().multiplied.items()}
+
+    @property
+    def matrices(self) -> int:
+        """Elements of all matrices and tables, a tied head once."""
+        linear = {f"{each.name}.weight" if each.is_linear else each.name for each in self.modules.matrices}
+        tables = {name for name, shape in self.modules.shapes if len(shape) == 2 and name.endswith("weight")}
+        return sum(math.prod(shape) for name, shape in self.modules.shapes if name in linear | tables)
+
+    @property
+    def vectors(self) -> int:
+        """Elements of norms, biases and convolutions."""
+        return sum(math.prod(shape) for _, shape in self.modules.shapes) - self.matrices
+
+    @property
+    def last_projection(self) -> str:
+        """Name of the matrix after which a layer ends."""
+        inside = (each for each in self.modules.matrices if each.layer is not None and not each.mixes)
+        return [self._key(each) for each in inside if each.outputs == self.hidden][-1]
+
+    def has_equal_layers(self, lora: LoraConfig) -> bool:
+        """Return whether layers fold into a loop."""
+        return self.modules.repeats and super().has_equal_layers(lora)
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether the backward pass reads the output of a layer's last matrix."""
+        return self.modules.ends_in_norm
+
+    def attention(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
+        widths = (each.queries + each.values for each in self.modules.mixing)
+        return sum(
+            2.0 * width * mean_keys(seq_len, window=window, causal=causal)
+            for width, window in zip(widths, self.windows, strict=True)
+        )
+
+    def saved_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of `lora.modules_to_save` by name, a tied head as the embedding."""
+        if not lora.r:
+            return {}
+        names = self.modules
+        shapes = dict(names.shapes)
+        if names.tied:
+            shapes[f"{names.head}.weight"] = shapes[names.embedding]
+        saved = {name: shape for name, shape in shapes.items() if is_saved(name, lora) and name.endswith("weight")}
+        if names.tied and saved.pop(f"{names.head}.weight", None):
+            saved[names.embedding] = shapes[names.embedding]
+        return saved
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        """Return whether the head has a gradient of its own."""
+        saved, names = self.saved_by_name(lora), self.modules
+        return not lora.r or f"{names.head}.weight" in saved or (names.tied and names.embedding in saved)
+
+    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for each in self.modules.matrices:
+            if each.is_linear:
+                yield each.name, (each.inputs, each.outputs)
+        yield self.modules.head, (self.hidden, self.vocab_size)
+
+
+def counted_decoder(config: Any) -> Counted:
+    """Read the sizes of a decoder whose family has no formula here.
+
+    Raises:
+        ConfigError: it has parts that are not counted.
+    """
+    modules = read_modules(config)
+    shapes, heads = dict(modules.shapes), config.num_attention_heads
+    vocab, hidden = shapes[modules.embedding]
+    widest = max(modules.mixing, key=lambda each: each.queries)
+    inner: dict[int, float] = Counter()
+    for each in modules.matrices:
+        if each.layer is not None and not each.mixes and each.outputs != hidden:
+            inner[each.layer] += each.outputs * each.share
+    return Counted(
+        hidden=hidden,
+        intermediate=round(max(inner.values(), default=0) / 2),
+        num_layers=len(modules.mixing),
+        num_heads=heads,
+        num_kv_heads=max(1, heads * widest.keys // max(1, widest.queries)),
+        head_dim=widest.queries // heads,
+        vocab_size=vocab,
+        tied=modules.tied,
+        windows=_windows(config, Family(window="late" if hasattr(config, "use_sliding_window") else "all")),
+        family=Family(),
+        modules=modules,
+    )
+
+
 def _required(arch: Any, name: str) -> Any:
     value = _value(arch, name)
     if value is None:
@@ -736,11 +896,23 @@ def _required(arch: Any, name: str) -> Any:
 
 
 def read_decoder(arch: Any) -> Decoder:
-    """Read the sizes from `model.arch` or from a transformers config, of an encoder, xLSTM, Qwen 3.5 or Gemma 4 too.
+    """Read the sizes from `model.arch` or from a transformers config, of an encoder too.
+
+    What has no formula here is counted from transformers' class, where a transformers config is given: a command that
+    only reads its settings loads neither torch nor transformers.
 
     Raises:
         ConfigError: the model type is not supported here, or a size is missing.
     """
+    try:
+        return _read_by_formula(arch)
+    except ConfigError:
+        if not hasattr(arch, "to_dict"):
+            raise
+    return counted_decoder(arch)
+
+
+def _read_by_formula(arch: Any) -> Decoder:
     kind = _value(arch, "model_type")
     if kind in ENCODERS and kind not in FAMILIES:
         return _read_encoder(arch, kind=kind)
@@ -852,6 +1024,11 @@ def recomputes(config: Config) -> bool:
     return config.model.remat != "none" and config.model.stack == "scanned"
 
 
+def saved_names(config: Config) -> tuple[str, ...]:
+    """Return what is saved of layers that are recomputed: `attention`, and projections by name."""
+    return (*SAVED.get(config.model.remat, ()), *config.model.saved)
+
+
 def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = True, forwards: int = 1) -> FlopsPerToken:
     """Return the FLOPs per token of the configured training of a decoder.
 
@@ -862,13 +1039,12 @@ def decoder_flops(config: Config, arch: Any, *, seq_len: int, causal: bool = Tru
     Raises:
         ConfigError: a model that is not counted here.
     """
-    saved = (*SAVED.get(config.model.remat, ()), *config.model.saved)
     again = recomputes(config) and (config.hw.runtime != "xla" or read_decoder(arch).has_equal_layers(config.lora))
     return flops_of_token(
         arch,
         seq_len=seq_len,
         lora=config.lora,
-        recomputed=Recomputed(saved, kernel=config.model.attention == "flash") if again else None,
+        recomputed=Recomputed(saved_names(config), kernel=config.model.attention == "flash") if again else None,
         causal=causal,
         rounded=config.model.linear == "lr_qat",
         forwards=forwards,
@@ -1079,10 +1255,10 @@ def flops_of_token(
 def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rounded: bool) -> float:
     """Return the FLOPs of the layers that the backward pass recomputes.
 
-    It reads the output of a layer's last projection only where a norm follows (Gemma 3), or a trained length (DoRA). An
+    It reads the output of a layer's last projection only where a norm follows, or a trained length (DoRA). An
     adapter's first product is never recomputed, its second where the projection is.
     """
-    is_last_read = decoder.family.norms > 2 or lora.dora
+    is_last_read = decoder.reads_last or lora.dora
     again = {
         name: elements
         for name, elements in decoder.multiplied.items()
@@ -1090,7 +1266,8 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     }
     twice = lora.dora and lora.dropout > 0
     linears = decoder.adapted_by_name(lora).items()
-    repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in again]
+    leaves = {name.rpartition(".")[2] for name in again}
+    repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in leaves]
     ranks = {name: 0 if rounded else lora_of(lora, name).r for name, _ in repeated}
     adapters = sum((ranks[name] + (wide if twice else 0)) * high for name, (wide, high) in repeated)
     experts = ((n, each) for n, each in decoder.adapted_experts(lora).items() if n.rpartition(".")[2] in again)

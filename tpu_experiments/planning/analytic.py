@@ -6,7 +6,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.schema import OUTSIDE_BYTES, STATE_BYTES, Config
-from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops, recomputes, trainable
+from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops, recomputes, saved_names, trainable
 from tpu_experiments.planning.compare import SHARE_OF_PEAK
 from tpu_experiments.planning.plan import ChipMemory, Plan, Program, Shortage, analytic_chip_memory, plan_of
 from tpu_experiments.planning.timing import Calibration, StepTime, datasheet_time
@@ -28,6 +28,7 @@ def step_settings(config: Config, geometry: Geometry) -> StepSettings:
         outside_bytes=OUTSIDE_BYTES.get(config.optim._target_),
         averaged=config.optim.is_averaged,
         recompute=recomputes(config),
+        saved=saved_names(config),
         in_loop=config.hw.runtime == "xla",
         loss_chunk_tokens=config.trainer.loss_chunk_tokens,
         attention="sdpa" if config.model.attention in ("sdpa", "eager") else "flash",

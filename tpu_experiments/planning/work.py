@@ -5,7 +5,7 @@ FLOPs of a token are in metrics/flops.py, which the run uses too.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,7 +94,9 @@ class StepSettings:
     averaged: bool = False
     """Whether an average of the trained parameters is kept (`optim.ema`, or a schedule-free optimizer)."""
     recompute: bool = False
-    """Only the layers' inputs are saved."""
+    """Of layers, only their inputs and `saved` are kept for the backward pass."""
+    saved: tuple[str, ...] = ()
+    """Projections whose outputs are saved too, and `attention`: its output, and what a kernel reads."""
     in_loop: bool = False
     """Layers are recomputed in a loop alone, for which they have to be equal."""
     loss_chunk_tokens: int | None = None
@@ -125,8 +127,10 @@ def matrix_bytes(rows: int, columns: int, *, base: str, double_quant: bool, item
 
 def base_bytes(decoder: Decoder, *, base: str, double_quant: bool, item_bytes: int) -> tuple[float, float]:
     """Return the bytes of a model's matrices, which are sharded, and of its vectors, which are whole."""
+    stored = dict.fromkeys(decoder.projections, base) | dict.fromkeys(decoder.stacked, "dense")
     of_layers = sum(
-        decoder.copies[name] * matrix_bytes(high, wide, base=base, double_quant=double_quant, item_bytes=item_bytes)
+        decoder.copies[name]
+        * matrix_bytes(high, wide, base=stored[name], double_quant=double_quant, item_bytes=item_bytes)
         for name, (wide, high) in decoder.projections.items()
     )
     rest = decoder.matrices - decoder.matrices_of_layers
@@ -137,7 +141,8 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """Estimate the memory of a step per chip, for machines without libtpu and for pruning a search.
 
     Compared with five compiled programs (tests/planning/test_work.py) it is within 1 % of their arguments and between
-    25 % below and 45 % above their temporaries. It does not model tiles, fragmentation or XLA's fusion.
+    25 % below and 45 % above their temporaries; its total is within 25 % below and 60 % above that of every line of
+    conf/tuned.yaml (tests/planning/test_tuned.py). It does not model tiles, fragmentation or XLA's fusion.
 
     Raises:
         ConfigError: a model that `read_decoder` does not support.
@@ -169,7 +174,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     if step.lora.dora:  # outputs before they get their lengths
         kept += sum(high for _, high in decoder.adapted(step.lora)) / decoder.num_layers
     kept *= per_element
-    inputs = decoder.num_layers * decoder.hidden * per_element
+    inputs = (decoder.num_layers * decoder.hidden + _saved_by_name(decoder, step.saved)) * per_element
     recompute = step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
     largest = max(wide * high for wide, high in decoder.projections.values())
     average_bytes = 4 * trained if step.averaged else 0.0
@@ -247,6 +252,19 @@ def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
     return _saved_by_attention(decoder, seq_len, attention)
 
 
+def _saved_by_name(decoder: Decoder, names: Collection[str]) -> float:
+    """Return the elements per token of all layers that are saved by name."""
+    found = 0.0
+    for name, (_, high) in decoder.projections.items():
+        is_read = name != decoder.last_projection or decoder.reads_last
+        if name.rpartition(".")[2] in names and is_read:
+            found += decoder.copies[name] * high
+    if "attention" in names:
+        queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+        found += decoder.num_layers * (2 * queries + 2 * keys)
+    return found
+
+
 def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int) -> float:
     """Return the elements per token that the backward pass of one layer of Gated DeltaNet reads.
 
@@ -263,7 +281,7 @@ def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int) -> float:
 def _saved_by_attention(decoder: Decoder, seq_len: int, attention: str) -> float:
     """Return `_saved_by_layer` of a layer of attention."""
     queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.intermediate
+    kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.inner
     if attention == "sdpa":
         kept += decoder.num_heads * seq_len + 2 * queries
     return kept
