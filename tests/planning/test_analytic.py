@@ -165,7 +165,7 @@ def test_a_model_too_large_for_every_setting_is_shown_the_machine_that_holds_it(
 
 
 def test_whole_logits_that_do_not_fit_are_first_of_all_to_be_cut(tmp_path: Path) -> None:
-    whole = ("experiment=gemma3_270m_chat", "trainer.micro_batch_rows=128", "trainer.loss_chunk_tokens=null")
+    whole = ("experiment=gemma3_270m_chat", "trainer.micro_batch_rows=64", "trainer.loss_chunk_tokens=null")
     run_plan(ANALYTIC, *whole, f"output_dir={tmp_path}", "name=p")
     chunks, smaller, *_ = plan_fields(tmp_path, "p")["does_not_fit"]["remedies"]
     assert chunks.startswith("trainer.loss_chunk_tokens=2048 (estimated ")

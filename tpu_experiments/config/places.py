@@ -23,7 +23,7 @@ BUCKETS = ("gs", "gcs")
 HUB_MODEL = re.compile(r"(?!datasets/|spaces/)[\w.-]+/[\w.-]+(@[\w./%-]+?)?(/[^/]+)*/?")
 ONLY_READ = ("http", "https", "hf")
 WRITTEN = (*BUCKETS, "memory")
-"""Where runs live: a lease, a checkpoint's last step and a repeated request need what was tested of these stores alone."""
+"""Where runs live: leases, last steps and repeated requests were tried with these stores alone."""
 SUPPORTED = {"folder": "gs://bucket/folder", "file": "gs://bucket/file", "input": "gs://, hf:// or https://"}
 SUPPORTED["source"] = "gs://bucket/folder or hf://owner/name"
 
