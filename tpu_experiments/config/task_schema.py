@@ -270,6 +270,16 @@ class EvaluateTaskConfig(TaskConfig):
     pseudo_perplexity_documents: int = number(default=0, at_least=0)
     """Documents of each source whose pseudo-perplexity is computed (Salazar et al., arXiv 1910.14659), for runs of
     objective=mlm; 0 computes none. Every token is masked once, alone: a document of L tokens is read L times."""
+    harness: list[str] = field(default_factory=list)
+    """Tasks and groups of lm-evaluation-harness that are evaluated, instead of the held-out documents."""
+    harness_tasks: str | None = place("local", default=None)
+    """Folder of task files of your own, in the harness's YAML; Python that they name is executed."""
+    harness_shots: int | None = number(default=None, at_least=0)
+    """Examples in a prompt; null takes each task's own number."""
+    harness_limit: int | None = number(default=None, at_least=1)
+    """First documents of each task that are asked; null asks all."""
+    harness_chat: bool = False
+    """Whether the tokenizer's chat template is applied to the prompts."""
 
 
 # ---- generate -----------------------------------------------------------------------------------------------

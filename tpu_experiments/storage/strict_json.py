@@ -25,6 +25,8 @@ RESULT = {
     ANY: float,
 }
 TEST = {"loss": float, "bits_per_byte": float, "sources": {ANY: {"trained": INTERVAL, "base": INTERVAL}}}
+FIGURE = {"value": float, "low": float, "high": float}
+BENCHMARKS = {"benchmarks": {ANY: {"trained": FIGURE, "base": FIGURE}}}
 RECORD = {"step": int, ANY: float}
 
 

@@ -142,8 +142,10 @@ class CachedSampler:
         settings: SampleConfig,
         seed: int,
         between: BetweenBatches = lambda: None,
+        keeps_blanks: bool = False,
     ) -> None:
         self.writer, self.tokenizer, self.seed, self.between = writer, tokenizer, seed, between
+        self.keeps_blanks = keeps_blanks
         self.window, self.temperature = settings.window, settings.temperature
 
     def write(self, prompts: Sequence[list[int]], *, max_new_tokens: int, rows: int) -> list[str]:
@@ -176,7 +178,8 @@ class CachedSampler:
                 told(min(done, max_new_tokens), max_new_tokens)
                 is_open = any(len(until_end(ids, self.tokenizer)) == done for ids in written)
                 is_open = self.writer.runtime.any_process(is_open)
-        return texts_of([ids[:max_new_tokens] for ids in written], self.tokenizer)
+        kept_ids = [ids[:max_new_tokens] for ids in written]
+        return texts_of(kept_ids, self.tokenizer, keeps_blanks=self.keeps_blanks)
 
     def _uniforms(self, rows: int, *, num: int) -> Tensor:
         """Return a number in [0, 1) for each token, (R, N) float32, those of `Sampler.next_token`."""

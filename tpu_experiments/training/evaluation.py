@@ -292,9 +292,15 @@ class Sampler:
         seed: int,
         name: str = "sample",
         between: BetweenBatches = lambda: None,
+        keeps_blanks: bool = False,
     ) -> None:
-        """Build the program; `name` is its name among those that a run expects."""
-        self.between = between
+        """Build the program.
+
+        Args:
+            name: its name among those that a run expects.
+            keeps_blanks: whether texts keep the blanks and line breaks at their ends.
+        """
+        self.between, self.keeps_blanks = between, keeps_blanks
         self.module, self.runtime, self.parameters = module, runtime, parameters
         self.tokenizer, self.window, self.temperature = tokenizer, settings.window, settings.temperature
         self.seed = seed
@@ -333,7 +339,8 @@ class Sampler:
                     is_open = any(len(until_end(ids, self.tokenizer)) == done for ids in written)
                     if not self.runtime.any_process(is_open):
                         break
-        return texts_of(_written(batch, kept, num=max_new_tokens), self.tokenizer)
+        written = _written(batch, kept, num=max_new_tokens)
+        return texts_of(written, self.tokenizer, keeps_blanks=self.keeps_blanks)
 
     def next_token(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Append one token: `ids` (R, T) gets it after `last` (R,), which is incremented. The program.
@@ -395,10 +402,12 @@ def first_words(num: int, *, seed: int) -> Tensor:
     return torch.from_numpy(random_words(num, key=seed % 2**64))
 
 
-def texts_of(written: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of(
+    written: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, *, keeps_blanks: bool = False
+) -> list[str]:
     """Return the texts of written tokens, each up to its end."""
-    decoded = (tokenizer.decode(until_end(ids, tokenizer), skip_special_tokens=True) for ids in written)
-    return [str(text).strip() for text in decoded]
+    decoded = [str(tokenizer.decode(until_end(ids, tokenizer), skip_special_tokens=True)) for ids in written]
+    return decoded if keeps_blanks else [text.strip() for text in decoded]
 
 
 def until_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

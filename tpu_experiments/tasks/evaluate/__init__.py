@@ -38,6 +38,7 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.run_folder import with_settings_of_run
+from tpu_experiments.tasks.evaluate import harness
 from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
 from tpu_experiments.tasks.evaluate.inputs import EvaluationInputs, evaluation_inputs
 from tpu_experiments.tasks.evaluate.report import Results, as_text, facts
@@ -58,6 +59,9 @@ def run(config: Config) -> None:
     """
     with terminal_log():
         subject = subject_of(with_settings_of_run(config))
+        if task_of(config).harness:
+            harness.run(subject)
+            return
         subject = replace(subject, config=measure_rows(subject.config))
         stages = stages_with_data(subject.config)
         vocab_size = check_model(subject.config, stages)

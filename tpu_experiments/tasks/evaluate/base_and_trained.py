@@ -57,6 +57,7 @@ class ModelAndBase:
         max_new_tokens: int,
         max_prompts: int,
         ngrams: Ngrams | None = None,
+        keeps_blanks: bool = False,
     ) -> None:
         """Build the base.
 
@@ -64,6 +65,7 @@ class ModelAndBase:
             shape: (rows at once over all devices, tokens per row).
             max_prompts: maximum number of prompts passed to `write` at once; 0 if it is not called.
             ngrams: guesses of masked tokens; None for other objectives.
+            keeps_blanks: whether written texts keep the blanks and line breaks at their ends.
         """
         self.runtime, self.subject, self.tokenizer, self.shape = runtime, subject, tokenizer, shape
         self.max_new_tokens = max_new_tokens
@@ -94,7 +96,12 @@ class ModelAndBase:
         """Sums of every document for the measures of `FURTHER` (metrics/held_out.py), by measure and source, of the
         model whose state is current."""
         settings = replace(config.sample, window=shape[1], temperature=0.0)
-        how: dict[str, Any] = {"tokenizer": tokenizer, "settings": settings, "seed": config.seed}
+        how: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "settings": settings,
+            "seed": config.seed,
+            "keeps_blanks": keeps_blanks,
+        }
         self.sampler: Sampler | CachedSampler
         if config.hw.runtime == "eager" and writes_with_cache(config):
             copy = partial(MergedCopy, model, lora=config.lora, runtime=runtime)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -19,7 +19,7 @@ from tpu_experiments.metrics.ranking import rank, ranking_measure
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.paths import is_glob
 from tpu_experiments.storage.run_folder import RESULT
-from tpu_experiments.storage.strict_json import RECORD, TEST, shaped
+from tpu_experiments.storage.strict_json import BENCHMARKS, RECORD, TEST, shaped
 from tpu_experiments.storage.strict_json import RESULT as RESULT_SHAPE
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ Curve = list[tuple[int, float]]
 """(step, value) pairs in the order of the steps."""
 IDENTITY = "identity.json"
 TEST_RESULTS = "test_results.json"
+HARNESS_RESULTS = "harness_results.json"
 SPEED_WINDOW = 10
 """Log records that a speed is averaged over."""
 
@@ -46,6 +47,8 @@ class Run:
     """Newest result of task=evaluate; None where there is none."""
     account: dict[str, Any] | None
     """Seconds, shares and dollars over all starts (metrics/goodput.py); None where unknown."""
+    benchmarks: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Newest figures of lm-evaluation-harness, by task and figure: `value`, and `low` and `high` of its interval."""
 
     def curve(self, key: str) -> Curve:
         """Return the finite values of a record's key."""
@@ -182,7 +185,10 @@ def read_run(folder: str, *, label: str) -> Run:
         result = None
     kept = ((result or {}).get("goodput") or {}).get("run")
     test = shaped(_json(paths.join(folder, TEST_RESULTS)), TEST)
-    return Run(label, folder, redacted(flatten(config)), records, result, test, kept or _account(folder))
+    told = (shaped(_json(paths.join(folder, HARNESS_RESULTS)), BENCHMARKS) or {}).get("benchmarks") or {}
+    benchmarks = {name: found for name, each in told.items() if (found := each.get("trained") or each.get("base"))}
+    known = redacted(flatten(config))
+    return Run(label, folder, known, records, result, test, kept or _account(folder), benchmarks)
 
 
 def _config(file: str) -> Any:

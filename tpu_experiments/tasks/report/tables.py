@@ -43,6 +43,10 @@ def _test(name: str) -> Callable[[Run], float | None]:
     return lambda run: (run.test or {}).get(name)
 
 
+def _benchmark(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.benchmarks.get(name, {}).get("value")
+
+
 RANKED_BY = "ranked by"
 FIGURES = (
     Figure(RANKED_BY, lambda run: None if run.measure is None else run.measure[1], ",.4f", best=max),
@@ -82,7 +86,9 @@ class Cell:
 
 def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list[Cell]]]:
     """Return titles, and one line per run: its status and every figure known for any run."""
-    shown = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
+    benchmarks = dict.fromkeys(name for run in runs for name in run.benchmarks)
+    figures = (*FIGURES, *(Figure(name, _benchmark(name), ",.4f") for name in benchmarks))
+    shown = [figure for figure in figures if any(figure.value(run) is not None for run in runs)]
     finished = [run for run in runs if run.result is not None]
     best = {}
     leading = tied(finished)
@@ -100,6 +106,7 @@ def results(runs: Sequence[Run], *, baseline: Run) -> tuple[list[str], list[list
             is_beside = figure.title not in OF_HELD_OUT or is_comparable([run, baseline])
             beside = relative(figure, value, figure.value(baseline)) if run is not baseline and is_beside else ""
             beside = interval(run) if figure.title == "test loss" else beside
+            beside = bounds(run.benchmarks[figure.title]) if figure.title in run.benchmarks else beside
             is_best = run.result is not None and value is not None and best.get(figure.title) == value
             is_best = is_best and (figure.title != "held-out loss" or run in leading)
             line.append(Cell("" if value is None else format(value, figure.form), beside, is_best))
@@ -131,7 +138,11 @@ def relative(figure: Figure, value: float | None, other: float | None) -> str:
 def interval(run: Run) -> str:
     """Return the confidence interval of the test loss over all sources, from task=evaluate."""
     sources = list(((run.test or {}).get("sources") or {}).values())
-    found = ((sources[-1].get("trained") or sources[-1].get("base") or {}) if sources else {}).get("loss") or {}
+    return bounds(((sources[-1].get("trained") or sources[-1].get("base") or {}) if sources else {}).get("loss") or {})
+
+
+def bounds(found: Mapping[str, float]) -> str:
+    """Return a figure's interval; empty where there is none."""
     low, high = found.get("low"), found.get("high")
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
