@@ -117,8 +117,11 @@ def coverage(sources: Path) -> None:
             given = read(config).values
             files[program] += 1
             whole[program] += not draft.problems
-            but_for_warmup[program] += not set(draft.problems) - {"warmup_ratio", "warmup_steps"}
-            composed[program] += not draft.problems and composes(draft)
+            of_warmup = {"warmup_ratio", "warmup_steps"} & set(draft.problems)
+            if not set(draft.problems) - of_warmup:
+                but_for_warmup[program] += 1
+                left = converted(config, **settings_of(program, config, sources), leave=sorted(of_warmup))
+                composed[program] += composes(left)
             for key, value in given.items():
                 if value is not None:
                     kinds[program][kind_of(draft, key, value)] += 1
@@ -126,7 +129,7 @@ def coverage(sources: Path) -> None:
             reasons[program].update(list(draft.problems))
     print(
         "| program | examples | keys with a value | different | equal | no effect | off | refused | unknown "
-        "| whole | composes | whole but for a share of warm-up |"
+        "| whole | but for a share of warm-up | and compose without it |"
     )
     print(f"|{'---|' * 12}")
     for program, count in files.items():
@@ -134,7 +137,7 @@ def coverage(sources: Path) -> None:
         shares = [f"{kinds[program][kind] / total:.1%}" for kind in ("equal", "idle", "off", "refused", "unknown")]
         print(
             f"| {program} | {count} | {total:,} | {len(names[program])} | {' | '.join(shares)} "
-            f"| {whole[program]} | {composed[program]} | {but_for_warmup[program]} |"
+            f"| {whole[program]} | {but_for_warmup[program]} | {composed[program]} |"
         )
     for program, counted in reasons.items():
         print(f"\n{program}, refused: " + ", ".join(f"{key} {count}" for key, count in counted.most_common(14)))

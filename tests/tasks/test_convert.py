@@ -313,6 +313,16 @@ def test_axolotl_refuses_keys_of_a_source(tmp_path, entry, key):
     assert f"left out (task.leave), so that axolotl's own values apply: {key}" in said
 
 
+def test_what_is_left_out_has_the_other_programs_default(tmp_path):
+    text = QLORA.replace("adamw_bnb_8bit", "lion_8bit")
+    assert set(drafted_of(None, tmp_path, text=text)[0].problems) == {"optimizer"}
+    draft, said = drafted_of(None, tmp_path, text=text, leave=["optimizer"])
+    assert draft.groups["optim"] == "adamw"
+    assert "  optimizer: adamw_torch_fused -> optim=adamw" in said.partition("own values of keys that are not given")[2]
+    with pytest.raises(ConfigError, match=r"has no key optimiser\. Did you mean 'optimizer'"):
+        drafted_of(None, tmp_path, text=text, leave=["optimiser"])
+
+
 def test_two_templates_of_sources_are_refused(tmp_path):
     text = QLORA.replace("    type: alpaca\n", "    type: alpaca\n  - {path: b.jsonl, type: chat_template}\n")
     assert set(drafted_of(None, tmp_path, text=text)[0].problems) == {"datasets.type"}
@@ -453,12 +463,13 @@ def test_the_command_writes_an_experiment_that_composes(tmp_path):
 
 def test_the_command_refuses_and_writes_nothing(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text(f"{CHAT}neftune_noise_alpha: 5\n")
+    file.write_text(f"{CHAT}neftune_noise_alpha: 5\nhub_model_id: hf_{'a' * 34}\n")
     done = run(tmp_path, f"task.config={file}")
     assert done.returncode == 2
     assert "neftune_noise_alpha: 5; no noise is added to embeddings." in done.stderr
     assert not (tmp_path / "out").exists()
     assert "lr_scheduler: constant_with_warmup -> schedule=constant" in done.stdout
+    assert "aaaa" not in done.stdout + done.stderr, "a token is not shown"
     odd = run(tmp_path, f"task.config={file}", "task.leave=[neftune_noise_alpha]", "hw=v6e8")
     assert odd.returncode == 2, "4 rows do not divide among 8 chips"
     assert "trainer.global_batch_rows=4" in odd.stderr

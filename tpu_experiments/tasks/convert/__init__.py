@@ -12,6 +12,7 @@ from tpu_experiments.config.commands import command
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.messages import choices
+from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ConvertTaskConfig
 from tpu_experiments.tasks.convert.overlay import checked, text_of
@@ -37,7 +38,7 @@ def run(config: Config) -> None:
     draft = drafted(given, settings)
     name = name_of(config, given)
     for line in listing(draft, given, settings):
-        print(for_terminal(line))
+        print(for_terminal(redacted_text(line)))
     if draft.problems:
         raise ConfigError("\n".join(refusals(draft, source=settings.config)))
     template_files(draft, folder=Path(settings.folder), name=name)
@@ -123,18 +124,17 @@ def listing(draft: Draft, given: Given, settings: ConvertTaskConfig) -> Iterator
         yield f"not set (null): {', '.join(unset)}"
     if settings.leave:
         yield f"left out (task.leave), so that {tool.name}'s own values apply: {', '.join(settings.leave)}"
-    defaults = {key: here for key, here in draft.became.items() if key not in values}
+    defaults = {key: here for key, here in draft.became.items() if key not in values or key in settings.leave}
     if defaults:
         yield f"{tool.name}'s own values of keys that are not given:"
-        for key, here in defaults.items():
-            yield f"  {key}: {shown(draft.given.get(key, tool.defaults.get(key)))} -> " + ", ".join(
-                f"{ours}={shown(each)}" for ours, each in here.items()
-            )
+        for key, became in defaults.items():
+            here = ", ".join(f"{ours}={shown(each)}" for ours, each in became.items())
+            yield f"  {key}: {shown(draft.given.get(key, tool.defaults.get(key)))} -> {here}"
     if draft.notes:
         yield "differs:"
         yield from (f"  {key}: {text}" for key, text in draft.notes)
     if draft.devices == 1:
-        yield "  the other run is taken to be one on 1 device; task.devices=N multiplies the rows of a step"
+        yield "the other run is taken to be one on 1 device; task.devices=N multiplies the rows of a step"
 
 
 def refusals(draft: Draft, *, source: str) -> Iterator[str]:
