@@ -136,7 +136,11 @@ def run(config: Config) -> None:
         return
     is_planned = config.task.name in PLANNED
     hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
-    needs_device = config.task.name not in ("report", "doctor")  # task=doctor reports on the unchanged environment
+    needs_device = config.task.name not in (
+        "report",
+        "doctor",
+        "convert",
+    )  # task=doctor reports on the unchanged environment
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
     if needs_device and not is_planned:

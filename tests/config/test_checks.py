@@ -1,5 +1,6 @@
 """Every refused config is answered by sentences that name key=value, what is wrong and what to do."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -381,3 +382,19 @@ def test_a_sweeper_that_is_not_installed_is_named_with_what_brings_it() -> None:
     assert sentence(missing) == (
         "hydra/sweeper=optuna; hydra-optuna-sweeper is not installed; pip install -e '.[optuna]' does that."
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["data.sample_chat.asked_as='{instruction} {input}'"],
+            "data.sample_chat.format=alternating; it says how",
+        ),
+        (["data.sample_chat.asked_as='{instruction}'", "data.sample_chat.format=instruction"], "it has no {input}"),
+        (["data.sample_chat.asked_alone_as=x", "data.sample_chat.format=instruction"], "it has no {instruction}"),
+    ],
+)
+def test_how_an_instruction_is_asked(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        composed("data=sample_chat", "curriculum=single", *words)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.data_schema import OWN_KEYS
+from tpu_experiments.config.data_schema import ASKED, OWN_KEYS
 from tpu_experiments.config.defaults import LANES
 from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
@@ -512,6 +512,16 @@ def _data(config: Config) -> list[str]:
         for name, source in config.data.items()
         for split, (path_key, split_key) in OWN_KEYS.items()
         if getattr(source, path_key) and getattr(source, split_key)
+    ]
+    problems += [
+        f"data.{name}.{key} with data.{name}.format={source.format}; it says how an instruction is asked; write "
+        f"data.{name}.format=instruction, or leave it out."
+        if source.format != "instruction"
+        else f"data.{name}.{key}={getattr(source, key)!r:.80}; it has no {place}; write it where that belongs."
+        for name, source in config.data.items()
+        for key, places in ASKED.items()
+        for place in places
+        if (text := getattr(source, key)) is not None and (source.format != "instruction" or place not in text)
     ]
     problems += [
         f"data.{name}.keep.{each}={json.dumps(values, default=str)}; name at least one value, each a text, a number, "

@@ -23,6 +23,8 @@ FORMATS_OF_KIND = {
 }
 """Values of `format` that each `kind` allows (data/reading/formats.py reads them)."""
 FORMATS = tuple(dict.fromkeys(name for formats in FORMATS_OF_KIND.values() for name in formats))
+ASKED = {"asked_as": ("{instruction}", "{input}"), "asked_alone_as": ("{instruction}",)}
+"""Keys of a source that say how an instruction is asked, with the places that they must have."""
 FIRST_TURN, DOCUMENT = "first_turn", "document"
 """Values of `split_by` that are not fields of the rows."""
 OWN_KEYS = {"evaluation": ("eval_path", "eval_split"), "test": ("test_path", "test_split")}
@@ -140,6 +142,11 @@ class DataSourceConfig:
     """Names of the format's fields in the file, where they differ: `{text: body}`. Beside those of its format a
     conversation may have `system`, `history`, `tools` and `reasoning`. An empty name leaves a field of the file unread:
     `{images: ''}`."""
+    asked_as: str | None = None
+    """How an instruction with an input is asked (`format: instruction`): a text in which `{instruction}` and `{input}`
+    stand for the two, as in Alpaca's prompt. null is the instruction, an empty line and the input."""
+    asked_alone_as: str | None = None
+    """How an instruction without an input is asked: a text with `{instruction}`. null is the instruction."""
     label_field: str | None = None
     """Field of the rows, by its name in the file, that holds the label of a text: a string, an integer, true or false.
     Only `objective=classify` reads it."""

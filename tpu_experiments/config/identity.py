@@ -77,6 +77,7 @@ UNSET: dict[str, Any] = {
     **{"questions": {}, "keep": {}, "weight": None, "quoting": "auto"},
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop", "rewritten_answers": "split"},
     "tokens_per_parameter": None,
+    **{"asked_as": None, "asked_alone_as": None},
     "label_field": None,
     "total_documents": None,
     "gives_messages": False,

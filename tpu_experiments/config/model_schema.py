@@ -71,13 +71,15 @@ class ModelConfig:
     chat_template_path: str | None = place("local", default=None)
     """Jinja file used instead of the tokenizer's own chat template."""
     chat_format: str = choice(
-        *("tokenizer", "chatml", "instruction_response", "llama2", "plain"),
+        *("tokenizer", "chatml", "instruction_response", "llama2", "plain", "raw"),
         *("qwen2_5", "qwen3", "llama3", "llama3_1", "gemma3", "mistral_v3", "mistral_tekken"),
         default="tokenizer",
     )
     """`tokenizer`: its own chat template, or `chat_template_path`. The others are templates shipped here: `chatml`,
-    `instruction_response`, `llama2` and `plain` for base models that have none; those of families for training them,
-    which render as the models' own, keep every turn, and have places for tools and reasoning where the family has."""
+    `instruction_response`, `llama2` and `plain` for base models that have none; `raw` writes turns as they are and EOS
+    behind an answer, for prompts that a source writes whole (`data.<name>.asked_as`); those of families for training
+    them, which render as the models' own, keep every turn, and have places for tools and reasoning where the family
+    has."""
     init: str = choice("pretrained", "random", default="pretrained")
     """`pretrained`: weights of `path`. `random`: transformers' own initialisation, seeded by `seed`."""
     size: str = choice("full", "tiny", default="full")

@@ -24,6 +24,7 @@ from tpu_experiments.config.rollout_schema import RolloutConfig
 from tpu_experiments.config.start import StartConfig
 from tpu_experiments.config.task_schema import (
     CertifyTaskConfig,
+    ConvertTaskConfig,
     DoctorTaskConfig,
     EvaluateTaskConfig,
     ExportTaskConfig,
@@ -617,6 +618,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "base_report": ReportTaskConfig,
         "base_doctor": DoctorTaskConfig,
         "base_certify": CertifyTaskConfig,
+        "base_convert": ConvertTaskConfig,
         "base_evaluate": EvaluateTaskConfig,
         "base_export": ExportTaskConfig,
         "base_quantize": QuantizeTaskConfig,

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from tpu_experiments.config.data_schema import FORMATS
 from tpu_experiments.config.errors import suggest
 from tpu_experiments.config.fields import choice, number
 from tpu_experiments.config.places import place
@@ -735,6 +736,29 @@ def tokenizer_problems(task: TaskConfig) -> list[str]:
             f"set {needed} or, to be of use, some thousands."
         )
     return problems
+
+
+# ---- convert ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ConvertTaskConfig(TaskConfig):
+    """Settings of task=convert."""
+
+    config: str | None = None
+    """Another program's config: a YAML file of axolotl or LLaMA-Factory, a script with a command, or a command itself,
+    such as `trl sft --config sft.yaml`."""
+    folder: str = place("local", default="outputs/converted")
+    """Folder that the experiment is written to, for `--config-dir`."""
+    leave: list[str] = field(default_factory=list)
+    """Keys of the other config that are left out, `datasets.key` of every entry of a list; the other program's default
+    applies. Without them a config whose keys have no equal here is refused."""
+    devices: int = number(default=1, at_least=1)
+    """Devices of the other program's run, by which its rows of a step are multiplied."""
+    format: str | None = field(default=None, metadata={"allowed": tuple(name for name in FORMATS if name != "auto")})
+    """Format of the rows (`data.<name>.format`) where the other config does not say it, as TRL's commands."""
+    dataset_info: str | None = place("local", default=None)
+    """LLaMA-Factory's dataset_info.json; null is the one in `dataset_dir`."""
 
 
 # ---- report and resume_check --------------------------------------------------------------------------------

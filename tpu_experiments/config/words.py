@@ -70,7 +70,7 @@ CHOICES = {
         **dict.fromkeys(("training", "finetune", "fine_tune", "sft", "fit", "lora", "pretrain"), "train"),
         **dict.fromkeys(("eval", "evaluation", "test", "validate", "benchmark"), "evaluate"),
         **dict.fromkeys(("infer", "inference", "predict", "chat", "sample", "ask"), "generate"),
-        **dict.fromkeys(("merge", "convert", "save", "gguf", "upload", "push"), "export"),
+        **dict.fromkeys(("merge", "save", "gguf", "upload", "push"), "export"),
         **dict.fromkeys(("server", "api", "deploy", "vllm"), "serve"),
         **dict.fromkeys(("resume", "continue"), "train, which resumes the run of the same name"),
         **dict.fromkeys(("check", "diagnose"), "doctor"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from tpu_experiments.config.data_schema import DOCUMENT, FIRST_TURN, FORMATS_OF_KIND, DataSourceConfig
+from tpu_experiments.config.data_schema import ASKED, DOCUMENT, FIRST_TURN, FORMATS_OF_KIND, DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.paths import find_local
 
@@ -157,6 +157,9 @@ class SourceSpec:
     max_documents: int | None = None
     group_field: str | None = None
     """Row field that `Document.group` is read from."""
+    asked_as: str | None = None
+    """`data.<name>.asked_as`, and `asked_alone_as`."""
+    asked_alone_as: str | None = None
     label_field: str | None = None
     """Row field that `Document.label` is read from; None where texts have no labels."""
     reads_margin: bool = False
@@ -239,6 +242,7 @@ def spec_of(
         quoting=source.quoting,
         on_bad_row=source.on_bad_row,
         max_documents=source.max_documents,
+        **{key: getattr(source, key) for key in ASKED},
         label_field=source.label_field if is_labelled else None,
         reads_margin=reads_margin,
         needs_answers=needs_answers,

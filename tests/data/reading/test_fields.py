@@ -447,6 +447,19 @@ def test_pictures_beside_a_text():
 # ---- near misses in types -------------------------------------------------------------------------------------
 
 
+def test_an_instruction_is_asked_as_the_config_says():
+    row = {"instruction": "Add {input}.", "input": "1 {instruction}", "output": "2"}
+    how = {"asked_as": "Do {instruction} with {input}:\n", "asked_alone_as": "Do {instruction}:\n"}
+    assert document(row, "instruction", **how).messages == turns("Do Add {input}. with 1 {instruction}:\n", "2")
+    assert document(row | {"input": " "}, "instruction", **how).messages == turns("Do Add {input}.:\n", "2")
+    assert document(row, "instruction", asked_alone_as="x{instruction}").messages == turns(
+        "Add {input}.\n\n1 {instruction}", "2"
+    )
+    renamed = {"fields": {"instruction": "ask", "input": ""}}
+    alone = document({"ask": "A", "input": "B", "output": "C"}, "instruction", **how, **renamed)
+    assert alone.messages == turns("Do A:\n", "C")
+
+
 def test_an_empty_instruction_leaves_no_blank_lines():
     assert document({"instruction": "", "input": "Salut", "output": "Bună"}, "instruction").messages == turns(
         "Salut", "Bună"

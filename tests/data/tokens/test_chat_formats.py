@@ -17,7 +17,7 @@ from tpu_experiments.data.documents import Document
 from tpu_experiments.data.tokens.tokenize import LEARN, DocumentTokenizer
 from tpu_experiments.data.tokens.tokenizer import CHAT_FORMATS, load_tokenizer
 
-FORMATS = ("chatml", "instruction_response", "llama2", "plain")
+FORMATS = ("chatml", "instruction_response", "llama2", "plain", "raw")
 CHAT = (
     ("system", "Răspunde scurt."),
     ("user", "Care este capitala?"),
@@ -43,12 +43,14 @@ TEXTS = {
         "<s>Răspunde scurt.\n\nUser: Care este capitala?\nAssistant: București.</s>\n"
         "User: Dar a Franței?\nAssistant: Paris.</s>\n"
     ),
+    "raw": "<s>Răspunde scurt.Care este capitala?București.</s>Dar a Franței?Paris.</s>",
 }
 LEARNT = {
     "chatml": ["București.<|im_end|>", "Paris.<|im_end|>"],
     "instruction_response": ["București.</s>", "Paris.</s>"],
     "llama2": [" București. </s>", " Paris. </s>"],
     "plain": [" București.</s>", " Paris.</s>"],
+    "raw": ["București.</s>", "Paris.</s>"],
 }
 
 

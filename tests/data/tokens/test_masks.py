@@ -108,6 +108,7 @@ LAYOUTS = {
     ),
     "instruction_response": ("<s>", ("### Instruction:\n", "\n\n"), ("### Response:\n", "</s>\n\n")),
     "plain": ("<s>", ("User: ", "\n"), ("Assistant: ", "</s>\n")),
+    "raw": ("<s>", ("", ""), ("", "</s>")),
 }
 WRITTEN = ["<|im_end|>", "<|im_start|>assistant\n", "</s>", "<s>", "<end_of_turn>", "[INST]", "\ufdd2", "ș", "🚀", "\n"]
 CONTENTS = st.text(st.characters(codec="utf-8"), max_size=12) | st.lists(

@@ -18,6 +18,7 @@ Beside the fields of its format a conversation is read with the row's system tex
 """
 
 import json
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,8 @@ RECIPE = ("topic", "difficulty", "reasoning", "case_citation")
 """Columns of the UK-law recipe beside question and answer; a row with two of them has its answer in sections."""
 ABOUT = ("input", "context")
 """Fields of what a question or an instruction is about."""
+PLACES = re.compile(r"\{instruction\}|\{input\}")
+"""Places of the two in `asked_as`."""
 OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "question_answer": (*RECIPE, *ABOUT),
     "instruction": ABOUT,
@@ -542,7 +545,17 @@ def is_recipe(fields: Fields, spec: SourceSpec) -> bool:
 def _instruction(record: Record, spec: SourceSpec, unread: set[str]) -> list[Turn]:
     instruction = _string(record, "instruction", spec=spec)
     answer = _string(record, "output", "response", spec=spec)
-    return [Turn("user", _asked(instruction, record, spec=spec)), Turn("assistant", answer)]
+    return [Turn("user", _instructed(instruction, record, spec=spec)), Turn("assistant", answer)]
+
+
+def _instructed(instruction: str, record: Record, *, spec: SourceSpec) -> str:
+    """Return an instruction as `asked_as` or `asked_alone_as` writes it."""
+    given = _optional(record, *ABOUT, spec=spec)
+    text = spec.asked_as if given.strip() else spec.asked_alone_as
+    if text is None:
+        return _asked(instruction, record, spec=spec)
+    values = {"{instruction}": instruction, "{input}": given}
+    return PLACES.sub(lambda found: values[found[0]], text)
 
 
 def _asked(question: str, record: Record, *, spec: SourceSpec) -> str:

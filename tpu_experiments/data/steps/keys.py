@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.data_schema import DataSourceConfig, PrepareConfig
+from tpu_experiments.config.data_schema import ASKED, DataSourceConfig, PrepareConfig
 from tpu_experiments.data.documents import Document, Refused, SourceSpec
 from tpu_experiments.data.reading.files import fingerprint
 from tpu_experiments.data.reading.hub import fingerprint_of_hub
@@ -70,6 +70,7 @@ def tokens_key(
             **({"exact": True} if source.duplicates.exact == "drop" else {}),
             **({"keep": spec.keep} if spec.keep else {}),
             **({} if spec.group_field is None else {"group_field": spec.group_field}),
+            **{key: text for key in ASKED if (text := getattr(spec, key)) is not None},
             **({} if spec.label_field is None else {"label_field": spec.label_field}),
             **({"margins": True} if spec.reads_margin else {}),
             **({} if spec.needs_answers else {"needs_answers": False}),

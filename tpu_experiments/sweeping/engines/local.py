@@ -15,7 +15,7 @@ from tpu_experiments.sweeping.points import Point, command_of, member_overrides,
 from tpu_experiments.training.given import require_given
 from tpu_experiments.training.pack_folder import PackFolder
 
-NEED_NO_DEVICE = ("plan", "report", "doctor")
+NEED_NO_DEVICE = ("plan", "report", "doctor", "convert")
 
 
 class LocalPoint(Started):
