@@ -19,6 +19,7 @@ LAYER_OF = {
     "rewards": 3,
     "metrics": 2,
     "loggers": 3,
+    "callbacks": 3,
     "export": 3,
     "checkpoint": 4,
     "training": 5,

@@ -35,6 +35,12 @@ MODELS = ("tiny", "mistral7b", "gemma3_270m", "qwen05b")
 DATA = ("wiki_ro", "ultrachat_ro", "uk_law")
 OF_REWARDS = {"regex": ["regex.arguments.pattern=a+"], "length": ["length.arguments.most=9"]}
 """What rewards need beside their name."""
+OF_CALLBACKS = {
+    "notify": ["callbacks.notify.options.command=[true]"],
+    "copy": ["callbacks.copy.options.to=copies"],
+    "limit": ["callbacks.limit.options.hours=6"],
+}
+"""What callbacks need beside their name."""
 HW = ("v5e8", "v6e8", "colab", "cpu")
 
 
@@ -120,6 +126,8 @@ def test_every_choice_composes_under_its_file_name(group: str, choice: str) -> N
             "objective=grpo",
             *(f"rollout.rewards.{each}" for each in OF_REWARDS.get(choice, ())),
         ]
+    if group == "callbacks":
+        selected += OF_CALLBACKS.get(choice, [])
     config = composed(*selected)
     part = getattr(config, group, None)
     if isinstance(part, dict):

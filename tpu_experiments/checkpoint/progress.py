@@ -137,6 +137,10 @@ class Progress:
     start_marks: dict[str, str] = field(default_factory=dict)
     """Fingerprint (models/adapters/lora.py) of every tensor taken from the warm start's source."""
     guard: GuardState = field(default_factory=GuardState)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What each callback wants kept (callbacks/base.py), by its name."""
+    ended_by: str | None = None
+    """Why the run ends before the last step of its stages, where a callback asked for it."""
     canary: dict[str, Any] | None = None
     """Findings of the gradients' canary, and under `losses` of the losses'; None if neither ran."""
 

@@ -14,6 +14,7 @@ the local disk of one host would hold a part.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -135,6 +136,8 @@ class Saver:
         self._has_logged_size = False
         self._saved_at = time.monotonic()
         self._saved: Progress | None = None
+        self.completed: deque[tuple[int, str]] = deque()
+        """Step and folder of checkpoints that are complete there since somebody last looked, on process 0."""
 
     def use_start_fingerprints(self, marks: Mapping[str, str]) -> None:
         """Verify saves against the initial fingerprints of a warm start; empty `marks` change nothing."""
@@ -342,6 +345,8 @@ class Saver:
         text = store.commit(draft, eval_loss=eval_loss, proof=proof)
         retention = self._retention if folder == self.folder else Retention(folder)
         retention.apply(newest=progress.step, eval_loss=eval_loss, keep=self._policy_for(progress))
+        if folder == self.folder:
+            self.completed.append((progress.step, draft.target))
         return text
 
     # ---- saving a part on every host --------------------------------------------------------------------------

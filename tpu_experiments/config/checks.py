@@ -725,6 +725,7 @@ def _targets(config: Config) -> list[str]:
     }
     swap_points |= {f"data.{name}": source for name, source in config.data.items()}
     swap_points |= {f"logger.{name}": logger for name, logger in config.logger.items()}
+    swap_points |= {f"callbacks.{name}": callback for name, callback in config.callbacks.items()}
     prefixes = ("tpu_experiments", *config.plugins)
     problems = []
     for key, node in swap_points.items():

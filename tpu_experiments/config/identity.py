@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "hw.",
     "sharding.",
     "logger.",
+    "callbacks",
     "checkpoint.",
     "prepare.folder",
     "prepare.engine",

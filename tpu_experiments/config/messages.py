@@ -39,6 +39,7 @@ GROUPS = {
     "sharding": "what is split over the devices",
     "trainer": "the training loop",
     "logger": "where metrics go; one or several",
+    "callbacks": "what is called at steps, evaluations, checkpoints and the end; one or several",
     "experiment": "a whole recipe: model, data, hw and settings",
     "sweep": "many runs, one after the other",
     "debug": "laid over anything else, to try it out first",
@@ -338,7 +339,7 @@ def _unknown_entry(shown: str, *, key: str, parent_node: DictConfig) -> str:
     """Return a sentence for a name missing in a mapping (selected sources, stages, arch values)."""
     parent, _, leaf = key.rpartition(".")
     entries = [str(name) for name in parent_node]
-    if parent in ("data", "logger"):
+    if parent in ("data", "logger", "callbacks"):
         if leaf in choices(parent):
             alone = f"choose it: {parent}={leaf}, or add it" if parent == "data" else "add it"
             return f"{shown}; {leaf} is not selected; {alone}: '{parent}=[{','.join([*entries, leaf])}]'."

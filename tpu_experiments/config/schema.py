@@ -448,7 +448,7 @@ OUTSIDE_BYTES = {MuonConfig._target_: _two_moments}
 """The same of embeddings and heads, where an optimizer has another state for them."""
 
 
-# ---- trainer, samples and loggers ---------------------------------------------------------------------------
+# ---- trainer, samples, loggers and callbacks -----------------------------------------------------------------
 
 
 @dataclass
@@ -555,6 +555,21 @@ class LoggerConfig:
     """Keyword arguments of that class."""
 
 
+@dataclass
+class CallbackConfig:
+    """One callback and its options."""
+
+    _target_: str = MISSING
+    """Swap point: a class with some of the methods of `Callback` (callbacks/base.py)."""
+    every: int = number(default=1, at_least=1)
+    """Steps between two calls of `on_step_end`: it is called at the steps of the run that this divides."""
+    on_error: str = choice("stop", "warn", default="stop")
+    """Reaction to an exception of it: `stop` saves a checkpoint and ends the run with exit code 1, `warn` logs it and
+    goes on. One in `on_end` is logged in both."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class."""
+
+
 # ---- the whole configuration --------------------------------------------------------------------------------
 
 
@@ -596,6 +611,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sweeping: SweepingConfig = field(default_factory=SweepingConfig)
     logger: dict[str, LoggerConfig] = field(default_factory=dict)
+    callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
 
     @property
     def questions(self) -> dict[str, tuple[str, str]]:

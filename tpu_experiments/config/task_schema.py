@@ -773,6 +773,12 @@ class ReportTaskConfig(TaskConfig):
     takes every run in `output_dir`."""
     baseline: str | None = None
     """Name of the run that the others are compared with; null takes the first."""
+    watch: bool = False
+    """Whether the page is served at 127.0.0.1, and shows runs as they go on, until Ctrl-C; no file is written."""
+    port: int = number(default=6006, at_least=0, at_most=65535)
+    """Port of that page; 0 takes a free one. 6006 is TensorBoard's, which `python launch/tpu.py ssh` forwards."""
+    seconds: float = number(default=10.0, at_least=1)
+    """Seconds after which a browser asks for the page again, and it is built again."""
 
 
 @dataclass

@@ -37,6 +37,7 @@ LOGGERS = {
     "tensorboard.TensorBoardLogger",
     "wandb.WandbLogger",
 }
+CALLBACKS = ("commands.RunCommand", "copies.CopyFolder", "limits.StopAfter", "metrics.WatchMetrics")
 LOGGER_PACKAGES = ("tpu_experiments.loggers", "tpu_experiments.logging")
 """Packages whose loggers a stored config may name; runs from before the package was renamed have the second."""
 OWN_TARGETS: dict[str, frozenset[str]] = {
@@ -46,6 +47,7 @@ OWN_TARGETS: dict[str, frozenset[str]] = {
     "optim": frozenset(STATE_BYTES),
     "trainer": frozenset({TrainerConfig._target_}),
     "logger.*": frozenset(f"{package}.{name}" for package in LOGGER_PACKAGES for name in LOGGERS),
+    "callbacks.*": frozenset(f"tpu_experiments.callbacks.{name}" for name in CALLBACKS),
 }
 """Targets that a stored config may name, by swap point. They are listed by full name, since the package also has
 functions that must not be called from a config."""

@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tpu_experiments.callbacks.base import EVENTS
 from tpu_experiments.checkpoint.state import progress_of
 from tpu_experiments.checkpoint.store import latest_progress
 from tpu_experiments.config.curriculum import Stage, long_warmups, uneven_rows
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.mesh import mesh_of
 from tpu_experiments.config.messages import path_of_model
+from tpu_experiments.config.redaction import redacted
 from tpu_experiments.config.schema import Config, MuonConfig
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.prompts import Prompts, read_prompts
@@ -74,6 +76,7 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
     check_targets(config)
     optimizer_of(config)
     check_loggers(config)
+    check_callbacks(config)
     stages = stages_with_data(config)
     vocab_size = check_model(config, stages)
     require_dense(config)
@@ -124,6 +127,7 @@ def check_targets(config: Config) -> None:
     """
     named = {f"data.{name}": source._target_ for name, source in config.data.items()}
     named |= {f"logger.{name}": logger._target_ for name, logger in config.logger.items()}
+    named |= {f"callbacks.{name}": callback._target_ for name, callback in config.callbacks.items()}
     named |= {key: getattr(config, key)._target_ for key in SWAPPED}
     found = {key: locate(target, key=key) for key, target in named.items()}
     for key, methods in SWAPPED.items():
@@ -175,6 +179,37 @@ def check_loggers(config: Config) -> None:
             inspect.signature(kind).bind(None, **logger.options)
         except TypeError as error:
             raise ConfigError(f"logger.{name}.options={logger.options}; {kind.__name__} says: {error}.") from error
+        if hasattr(kind, "check"):
+            kind.check(config, **logger.options)
+
+
+def check_callbacks(config: Config) -> None:
+    """Refuse a callback that has no event's method, or refuses its options or the config.
+
+    Raises:
+        ConfigError: either; nothing was written.
+    """
+    for name, each in config.callbacks.items():
+        key, kind = f"callbacks.{name}", locate(each._target_, key=f"callbacks.{name}")
+        known = [method for method in EVENTS if callable(getattr(kind, method, None))]
+        unknown = [
+            method
+            for method in dir(kind)
+            if method.startswith("on_") and method not in EVENTS and callable(getattr(kind, method))
+        ]
+        if not isinstance(kind, type) or not known or unknown:
+            what = f"{unknown[0]} is no event" if unknown else "it has none of the events' methods"
+            raise ConfigError(f"{key}._target_={each._target_}; {what}; the events are {', '.join(EVENTS)}.")
+        try:
+            made = kind(**each.options)
+            if hasattr(made, "check"):
+                made.check(config)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.options={redacted(each.options)}; {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"{key}.options={redacted(each.options)}; {kind.__name__} says: {one_line(error)}."
+            ) from error
 
 
 def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from tpu_experiments.callbacks.base import Ended
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.store import COMMIT, latest_step, verify_newest
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.defaults import is_open
-from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.errors import ConfigError, one_line
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.hardware import LIBTPU_INIT_ARGS
 from tpu_experiments.config.schema import Config
@@ -40,6 +41,7 @@ from tpu_experiments.tasks.open_settings import with_open_settings
 from tpu_experiments.tasks.setup import require_same_data, require_shared, set_up
 from tpu_experiments.training.alone import Alone
 from tpu_experiments.training.batches import RunInputs, expected_programs, num_steps, prepared_folder
+from tpu_experiments.training.callbacks import Callbacks
 from tpu_experiments.training.length import NewLength, lengthen, new_length
 from tpu_experiments.training.lives import Ledger, Shares
 from tpu_experiments.training.outputs import RunOutputs, write_pages
@@ -225,6 +227,8 @@ def train_process(
     argv = [sys.argv[0], *start.arguments]
     kind = trainer_class(config)
     seat = seat or Alone()
+    ended: Ended = "failed"
+    why = ""
     close_log: Callable[[], None] = stop_run_log
     try:
         close_log = seat.open_log(folder, rank=runtime.rank)
@@ -234,14 +238,19 @@ def train_process(
         trainer = kind(config, runtime, inputs=start.inputs, outputs=outputs, watch=watch)
         trainer.seat = seat
         trainer.run()
-    except StoppedByRequest:
-        end(runtime, outputs, folder=folder, close_log=close_log, ended="stopped")
-        print_once(runtime, f"stopped on request; the same command resumes from {folder.path('checkpoints')}")
+        ended = "finished"
+    except StoppedByRequest as request:
+        ended, why = "stopped", str(request) or "on request"
+        end(runtime, outputs, folder=folder, close_log=close_log, ended=ended, why=why)
+        by = f"by {request}" if str(request) else "on request"
+        print_once(runtime, f"stopped {by}; the same command resumes from {folder.path('checkpoints')}")
         sys.exit(STOPPED_EXIT_CODE)
     except (TrainingStopped, StorageFailed) as error:
+        why = str(error)
         print_once(runtime, f"error: {error}")
         sys.exit(1)
     except Exception as error:
+        why = one_line(error)
         if is_lost(error):
             with suppress(Exception):  # the storage may be gone too
                 step = resume_step(folder)
@@ -254,7 +263,7 @@ def train_process(
         print_once(runtime, f"error: {complaint(error, place=folder.path())} The same command resumes.")
         sys.exit(1)
     finally:
-        end(runtime, outputs, folder=folder, close_log=close_log)
+        end(runtime, outputs, folder=folder, close_log=close_log, ended=ended, why=why)
 
 
 def end(
@@ -263,12 +272,16 @@ def end(
     *,
     folder: RunFolder,
     close_log: Callable[[], None],
-    ended: str = "failed",
+    ended: Ended = "failed",
+    why: str = "",
 ) -> None:
-    """Close all outputs; storage that is still unreachable is reported in one sentence."""
+    """Close all outputs; storage that is still unreachable is reported in one sentence.
+
+    Callbacks are told last but for run.log, so that the records are whole by then.
+    """
     retry.only_uploads_remain()
     complaints: list[str] = []
-    closing = [] if outputs is None else [lambda: outputs.close(ended)]
+    closing = [] if outputs is None else [lambda: outputs.close(ended), lambda: outputs.tell_end(ended, why)]
     for close in (*closing, close_log):
         try:
             close()
@@ -315,9 +328,11 @@ def make_outputs(
     def compile_seconds() -> float:
         return runtime.counters().compile_seconds
 
-    def ledger() -> Ledger:
-        return Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds, shares=shares)
-
+    ledger, callbacks = None, None
+    if runtime.rank == 0:
+        ledger = Ledger(folder, config.hw, watch=watch, began=began, compile_seconds=compile_seconds, shares=shares)
+        if config.callbacks:
+            callbacks = Callbacks(config, folder, total_steps=total_steps(inputs, config), ledger=ledger)
     return RunOutputs(
         config,
         folder,
@@ -325,9 +340,10 @@ def make_outputs(
         loggers=loggers,
         provenance=facts,
         estimates=estimates,
-        ledger=ledger() if runtime.rank == 0 else None,
+        ledger=ledger,
         spool=spool,
         reopen_loggers=lambda: make_loggers(config, folder, inputs),
+        callbacks=callbacks,
     )
 
 
@@ -351,8 +367,8 @@ def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Logger
 
     One with `on_error = "drop"` that cannot start is left out.
     """
-    total = sum(num_steps(inputs, stage, config=config) for stage in inputs.stages)
-    context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resume_step(folder))
+    total, resumed = total_steps(inputs, config), resume_step(folder)
+    context = LoggerContext(run_folder=folder, config=config, total_steps=total, resume_step=resumed)
     made: dict[str, MetricLogger] = {}
     for name, logger in config.logger.items():
         kind = locate(logger._target_, key=f"logger.{name}")
@@ -365,6 +381,11 @@ def make_loggers(config: Config, folder: RunFolder, inputs: RunInputs) -> Logger
                 raise
             log.warning("logger=%s cannot start and is left out; the run continues without it", name, exc_info=error)
     return Loggers(made)
+
+
+def total_steps(inputs: RunInputs, config: Config) -> int:
+    """Return the optimizer steps of all stages."""
+    return sum(num_steps(inputs, stage, config=config) for stage in inputs.stages)
 
 
 def resume_step(folder: RunFolder) -> int:

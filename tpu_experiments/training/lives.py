@@ -10,10 +10,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.metrics.goodput import Life, Stopwatch, account, hourly_price, scalars, split, steps_owed
+from tpu_experiments.metrics.goodput import HOUR, Life, Stopwatch, account, hourly_price, scalars, split, steps_owed
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.process import boot_seconds
 from tpu_experiments.storage.run_folder import RunFolder
@@ -141,6 +142,12 @@ class Ledger:
     def totals(self) -> dict[str, Any]:
         """Return the account of all processes' lives, this one as of the last update."""
         return account([*self.earlier, self.life])
+
+    def spent(self) -> tuple[float, dict[str, float | None]]:
+        """Return the hours of all processes up to now, and their dollars, `on_demand` and `spot`."""
+        now = replace(self.life, seconds={"setup": boot_seconds() - self._began})
+        totals = account([*self.earlier, now])
+        return totals["wall_seconds"] / HOUR, totals["usd"]
 
     def result(self) -> dict[str, Any]:
         """Return the field `goodput` of result.json."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tpu_experiments.callbacks.base import Ended
 from tpu_experiments.checkpoint.progress import AnswersRecord, EpochRecord
 from tpu_experiments.checkpoint.state import shapes_of, to_host, to_host_one_by_one
 from tpu_experiments.config.escaping import for_markdown
@@ -41,6 +42,7 @@ from tpu_experiments.storage.retry import is_explained, shown
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.storage.spool import Spool
 from tpu_experiments.training.batches import RunInputs, expected_programs
+from tpu_experiments.training.callbacks import Callbacks
 from tpu_experiments.training.card import write_card
 from tpu_experiments.training.epochs import perplexity
 from tpu_experiments.training.evaluation import Evaluation
@@ -135,8 +137,11 @@ class RunOutputs:
         ledger: Ledger | None,
         spool: Spool,
         reopen_loggers: Callable[[], Loggers] = lambda: Loggers({}),
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Take the outputs' parts; `reopen_loggers` creates the loggers anew, as for a resumed run."""
+        self.callbacks = callbacks
+        """None where the config has none, and on ranks above 0."""
         self.config, self.folder, self.inputs, self.ledger, self.spool = config, folder, inputs, ledger, spool
         self.loggers, self.provenance, self.estimates = loggers, provenance, estimates
         self.reopen_loggers = reopen_loggers
@@ -158,6 +163,8 @@ class RunOutputs:
         if self.loggers is not None:
             self.loggers.finish()
             self.loggers = self.reopen_loggers()
+        if self.callbacks is not None:
+            self.callbacks.rewind()
         self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
@@ -182,6 +189,12 @@ class RunOutputs:
         finally:
             if self.ledger is not None:
                 self.spool.close()
+
+    def tell_end(self, ended: Ended, why: str) -> None:
+        """Tell the callbacks, once, how this process ended."""
+        callbacks, self.callbacks = self.callbacks, None
+        if callbacks is not None:
+            callbacks.end(ended, why)
 
     def begin(self, *, step: int, meters: Meters) -> None:
         """Note that training continues from `step`."""
@@ -259,10 +272,10 @@ class RunOutputs:
         if self.loggers is not None:
             self.loggers.rows(step, labels)
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Log loss, perplexity, accuracy and bits per byte, over all sources and for each."""
+    def evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+        """Log loss, perplexity, accuracy and bits per byte, over all sources and for each; return what is logged."""
         if self.loggers is None:
-            return
+            return {}
         kind = "perplexity" if writes_text(self.config) else "masked_perplexity"
         values = {"eval/loss": evaluation.loss}
         values |= {f"eval/{kind}": evaluation.perplexity} if evaluation.has_perplexity else {}
@@ -271,6 +284,7 @@ class RunOutputs:
         for source, measured in evaluation.source_measures.items():
             values |= {f"eval/{name}_{source}": value for name, value in measured.items()}
         self._scalars(step, values)
+        return values
 
     def stage_border(self, step: int, text: str) -> None:
         """Log the step after which a stage begins."""
@@ -403,6 +417,8 @@ class RunOutputs:
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         assert self.loggers is not None
         self.loggers.scalars(step, values)
+        if self.callbacks is not None:
+            self.callbacks.log(step, values)
         self._records.append(_figure_values(values | {"step": step}))
 
     def _pictures(self, ending: Ending) -> None:

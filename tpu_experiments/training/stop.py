@@ -18,7 +18,7 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: repeating the command resum
 
 
 class StoppedByRequest(Exception):
-    """The run was asked to stop, saved a checkpoint and stopped."""
+    """The run was asked to stop, saved a checkpoint and stopped; the text says by what, if not by a signal."""
 
 
 class StopFlag:

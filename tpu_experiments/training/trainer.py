@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
+from tpu_experiments.callbacks.base import Requests
 from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.progress import AnswersRecord, Progress, StageRecord
 from tpu_experiments.checkpoint.proof import InitialTensors, LossComparison
@@ -330,11 +331,14 @@ class Trainer:
         try:
             self.restore_checked()
             self.outputs.begin(step=self.progress.step, meters=self.meters)
+            if self.outputs.callbacks is not None:
+                self.outputs.callbacks.start(self.progress)
+            self.heed_callbacks()
             place = self.outputs.folder.path("profile")
             self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place, idle=self.idle)
             if self.progress.eval_loss_before is None:
                 self.evaluate_before()
-            while self.progress.stage < len(self.inputs.stages):
+            while self.progress.stage < len(self.inputs.stages) and self.progress.ended_by is None:
                 try:
                     self.run_stage(self.inputs.stages[self.progress.stage])
                 except RollBack as request:
@@ -344,6 +348,7 @@ class Trainer:
             self.stop_on_recompile(error)
         finally:
             self.saver.close()
+            self.tell_saves()
 
     def restore_checked(self) -> None:
         """Restore a checkpoint or the warm start, and run the canaries: that of losses in every life of a run."""
@@ -402,6 +407,7 @@ class Trainer:
         else:
             self.window.carry([], [])  # no further record of this stage could include them
         self.end_stage(stage)
+        self.heed_callbacks()
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
 
@@ -479,13 +485,16 @@ class Trainer:
 
         Processes agree on errors, rollbacks and the clock of saves at log records only, since that waits for all.
         """
+        has_callbacks = bool(self.config.callbacks)
         return [
             (1, lambda stage, last: self.record(self.window.drain())),
+            (int(has_callbacks), self.call_back),  # before any save of this step, which keeps what they have counted
             (1, lambda stage, last: self.leave_if_requested()),
             (self.intervals.evaluate, self.evaluate_inside),
             (self.agree_every, lambda stage, last: self.saver.raise_background_error()),
             (self.agree_every, lambda stage, last: self.raise_requested_rollback()),
             (1, self.save_if_due),
+            (self.agree_every * has_callbacks, self.heed_between),
         ]
 
     @cached_property
@@ -509,6 +518,62 @@ class Trainer:
         due = self.saver.is_due(step, is_evaluated=is_evaluated, is_best=is_best, agrees=agrees)
         if due and not last and self.is_sound():
             self.save(is_interval=True)
+
+    # ---- callbacks ------------------------------------------------------------------------------------------
+
+    def call_back(self, stage: Stage, last: bool) -> None:
+        """Tell the callbacks of a step that was queued, and of checkpoints that are complete by now."""
+        callbacks = self.outputs.callbacks
+        if callbacks is not None:
+            self.tell_saves()
+            callbacks.step_end(self.progress)
+
+    def tell_saves(self) -> None:
+        """Tell the callbacks of checkpoints that were completed since the last call."""
+        callbacks, completed = self.outputs.callbacks, self.saver.completed
+        while completed:
+            step, path = completed.popleft()
+            if callbacks is not None:
+                callbacks.saved(self.progress, step=step, path=path)
+
+    def heed_between(self, stage: Stage, last: bool) -> None:
+        """Do between two steps what a callback asked for."""
+        self.heed_callbacks(ends_stage=not last)
+
+    def heed_callbacks(self, *, ends_stage: bool = False) -> None:
+        """Do what a callback asked for; all processes call it at the same points and agree.
+
+        Args:
+            ends_stage: whether the current stage has further steps, which it then does not train.
+
+        Raises:
+            StoppedByRequest: the run is to be stopped and resumed.
+            TrainingStopped: a callback failed.
+        """
+        if not self.config.callbacks:
+            return
+        asked = self.outputs.callbacks.requests if self.outputs.callbacks is not None else Requests()
+        agree = self.runtime.any_process
+        if not agree(asked.kind is not None):
+            return
+        is_end, is_stop = agree(asked.kind == "end"), agree(asked.kind == "stop")
+        why = asked.why or "a callback of process 0 asked for it"
+        if not is_end:
+            self.saver.join()
+            if not self.is_saved:
+                self.save()
+            if is_stop:
+                raise StoppedByRequest(why)
+            raise TrainingStopped(
+                f"stopped after step {self.progress.step}: {why}; run.log has the traceback. The checkpoints stay, and "
+                "the same command resumes; mend it, or let the run go on without it by on_error=warn."
+            )
+        if self.progress.step == 0 or self.progress.ended_by is not None:
+            return  # without a step there is nothing to export: it is asked again behind the first
+        self.progress.ended_by = why
+        if ends_stage:
+            self.progress.stages[-1].ended_by = why
+        log.info("the run ends after step %d: %s", self.progress.step, why)
 
     def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint and mark the bad steps to be skipped."""
@@ -603,6 +668,8 @@ class Trainer:
         self.guard_unread_steps()
         progress = self.progress
         progress.open_losses, progress.open_supervised, progress.open_reported = self.window.open()
+        if self.outputs.callbacks is not None:
+            progress.callbacks = self.outputs.callbacks.state()
         with self.watch.measure("checkpoint"), self.meters.excluded():
             step = self.progress.step
             if leaves:
@@ -611,6 +678,7 @@ class Trainer:
                 self.saver.save(self.snapshot, step=step, is_interval=is_interval, ends_stage=ends_stage)
             self.runtime.barrier("saved")
         self.is_saved = True
+        self.tell_saves()
 
     def save_before_compiling(self) -> None:
         """Save before the first evaluation of a process, unless the last step is saved.
@@ -630,6 +698,8 @@ class Trainer:
         if found is not None:
             found.reopen(steps_by_stage(self.inputs, config=self.config))
             self.progress = found
+            if self.outputs.callbacks is not None:
+                self.outputs.callbacks.load(found.callbacks)
             self.window.carry(found.open_losses, found.open_supervised, found.open_reported)
             self.saver.use_start_fingerprints(found.start_marks)
             log.info("resumed at step %d (stage %d, step %d)", found.step, found.stage, found.stage_step)
@@ -685,9 +755,11 @@ class Trainer:
             return self.evaluate()
 
     def report_evaluation(self, evaluation: Evaluation) -> None:
-        """Pass an evaluation to the loggers."""
+        """Pass an evaluation to the loggers and callbacks."""
         self.progress.eval_loss, self.progress.eval_step = evaluation.loss, self.progress.step
-        self.outputs.evaluation(self.progress.step, evaluation)
+        values = self.outputs.evaluation(self.progress.step, evaluation)
+        if self.outputs.callbacks is not None:
+            self.outputs.callbacks.evaluated(self.progress, values)
 
     def evaluates_after(self, step: int) -> bool:
         """Return whether an evaluation is due after this step of the run."""

@@ -9,7 +9,7 @@ from tpu_experiments.tasks.report.runs import Run
 
 NOT_COMPARED = ("name", "output_dir")
 MAX_CHARACTERS = 60
-PARTS_BY_NAME = re.compile(r"(data|logger|curriculum\.stages)\.[^.]+(?=\.)")
+PARTS_BY_NAME = re.compile(r"(data|logger|callbacks|curriculum\.stages)\.[^.]+(?=\.)")
 
 
 @dataclass(frozen=True)

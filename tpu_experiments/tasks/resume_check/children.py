@@ -137,7 +137,10 @@ def user_overrides(arguments: list[str]) -> list[str]:
 
 
 def check_overrides(config: Config, *, place: str) -> list[str]:
-    """Return overrides for the child's folders, stage length and logging, with jsonl as its only logger."""
+    """Return overrides for the child's folders, stage length and logging: jsonl is its only logger.
+
+    Callbacks are left out, since a child is killed and resumed, of which nobody is to be told.
+    """
     cache = compile_cache_root(config)
     overrides = [
         "task=train",
@@ -148,6 +151,7 @@ def check_overrides(config: Config, *, place: str) -> list[str]:
         f"trainer.log_every_steps={LOG_EVERY_STEPS}",
         "trainer.profile.start_step=null",
     ]
+    overrides += [f"~callbacks.{name}" for name in config.callbacks]
     return overrides + [f"~logger.{name}" for name in config.logger if name != "jsonl"]
 
 

@@ -1,0 +1,191 @@
+"""The callbacks of conf/callbacks by themselves, with real commands, folders and clocks."""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.callbacks.base import Checkpoint, Moment, Requests
+from tpu_experiments.callbacks.commands import RunCommand
+from tpu_experiments.callbacks.copies import CopyFolder
+from tpu_experiments.callbacks.limits import StopAfter
+from tpu_experiments.callbacks.metrics import WatchMetrics
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.schema import Config
+from tpu_experiments.storage import paths
+from tpu_experiments.storage.run_folder import RunFolder
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "a command as text": (RunCommand, {"command": "echo x"}, "write the program and its arguments as a list"),
+    "no program": (RunCommand, {"command": ["/no/such"]}, "there is no program /no/such on this machine"),
+    "no event": (RunCommand, {"command": ["true"], "at": ["ends"]}, "'ends' is no event. Did you mean 'end'?"),
+    "no place": (CopyFolder, {"to": "gs:/bucket"}, "neither a URL nor a usual path"),
+    "no copy": (CopyFolder, {"to": "x", "keep": 0}, "keep=0; it must be at least 1"),
+    "no limit": (StopAfter, {}, "hours=null and usd=null; there is no limit"),
+    "no hours": (StopAfter, {"hours": 0}, "hours=0; it must be above 0"),
+    "no end": (StopAfter, {"hours": 1, "then": "halt"}, "then=halt; write end or stop"),
+    "no price": (StopAfter, {"usd": 1, "price": "cheap"}, "price=cheap; write on_demand or spot"),
+    "no range": (WatchMetrics, {"metrics": ["a"]}, "every value is inside; set one of both"),
+    "metrics as text": (WatchMetrics, {"metrics": "a", "above": 1}, "write patterns over names of values as a list"),
+    "no times": (WatchMetrics, {"metrics": ["a"], "above": 1, "times": 0}, "times=0; it must be at least 1"),
+}
+
+
+def moment(folder: Path, *, step: int = 3, config: Config | None = None, **given: Any) -> Moment:
+    """A run that trains to `folder`."""
+    facts: dict[str, Any] = {"stage": "main", "stage_step": step, "tokens": 64 * step, "metrics": {}}
+    facts |= {"metrics_step": step, "hours": 0.5, "usd": {"on_demand": None, "spot": None}, "_requests": Requests()}
+    own = RunFolder(str(folder), "x")
+    return Moment(
+        callback="mine", step=step, total_steps=9, run_folder=own, config=config or Config(), **{**facts, **given}
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_settings_are_refused_in_a_sentence(name: str) -> None:
+    kind, options, sentence = REFUSED[name]
+    with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")):
+        kind(**options)
+
+
+def told(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_command_reads_each_event_and_no_call_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "told"
+    slow = f"import sys, time; time.sleep(0.3); open({str(file)!r}, 'a').write(sys.stdin.read() + '\\n')"
+    callback = RunCommand(command=[sys.executable, "-S", "-c", slow], at=["start", "evaluate", "end"])
+    began = time.monotonic()
+    callback.on_start(moment(tmp_path, step=0))
+    callback.on_evaluate(moment(tmp_path, metrics={"eval/loss": math.nan}), {"eval/loss": 2.5})
+    callback.on_save(moment(tmp_path), Checkpoint(3, "nowhere"))
+    assert time.monotonic() - began < 0.3
+    callback.on_end(moment(tmp_path), "failed", "the TPU stopped working")
+    first, second, third = told(file)
+    assert (first["event"], first["text"]) == ("start", "x begins, of 9 steps")
+    assert second["text"] == "x, step 3: held-out loss 2.5000"
+    assert second["metrics"] == {"eval/loss": None}
+    assert third["text"] == "x failed after step 3: the TPU stopped working"
+    assert third["ended"] == "failed"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["sh", "-c", "echo no route >&2; exit 7"], "exit code 7: no route"),
+        (["sleep", "30"], "it took more than 0.2 s"),
+    ],
+)
+def test_a_command_that_fails_is_logged(
+    command: list[str], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = RunCommand(command=command, max_seconds=0.2)
+    callback.on_end(moment(tmp_path), "finished", "")
+    (record,) = caplog.records
+    assert problem in record.message
+    assert record.message.startswith("callbacks.mine: ")
+
+
+def checkpoint(folder: Path, step: int) -> Checkpoint:
+    place = folder / "x" / "checkpoints" / f"step_{step:08d}"
+    place.mkdir(parents=True)
+    for name in ("COMMIT.json", "parameters.safetensors", "progress.json"):
+        (place / name).write_text(f"{name} of {step}")
+    return Checkpoint(step, str(place))
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "memory"])
+def test_checkpoints_and_the_export_are_copied(tmp_path: Path, remote: bool) -> None:
+    to = f"memory://{tmp_path.name}" if remote else str(tmp_path / "copies")
+    callback = CopyFolder(to=to, keep=2)
+    for step in (2, 4, 6):
+        callback.on_save(moment(tmp_path), checkpoint(tmp_path, step))
+        assert callback._last is not None
+        callback._last.join()
+    (tmp_path / "x" / "adapter").mkdir()
+    (tmp_path / "x" / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "x" / "result.json").write_text("{}")
+    callback.on_end(moment(tmp_path), "finished", "")
+    assert paths.list_names(paths.join(to, "x", "checkpoints")) == ["step_00000004", "step_00000006"]
+    newest = paths.join(to, "x", "checkpoints", "step_00000006")
+    assert len(paths.list_names(newest)) == 3
+    assert paths.read_text(paths.join(newest, "COMMIT.json")) == "COMMIT.json of 6"
+    assert paths.read_text(paths.join(to, "x", "adapter", "adapter_config.json")) == "{}"
+    assert paths.exists(paths.join(to, "x", "result.json"))
+    if remote:  # and back, from a bucket
+        back = CopyFolder(to=str(tmp_path / "back"))
+        back.on_save(moment(tmp_path), Checkpoint(6, newest))
+        back.on_end(moment(tmp_path), "stopped", "")
+        assert (tmp_path / "back/x/checkpoints/step_00000006/progress.json").read_text() == "progress.json of 6"
+
+
+def test_a_checkpoint_that_retention_removes_meanwhile_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = CopyFolder(to=str(tmp_path / "copies"))
+    callback.on_save(moment(tmp_path), Checkpoint(2, str(tmp_path / "gone")))
+    callback.on_end(moment(tmp_path), "failed", "x")
+    assert "was removed before it was copied; raise checkpoint.keep_last" in caplog.text
+
+
+def test_a_place_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    callback = CopyFolder(to=str(tmp_path / "file" / "below"))
+    callback.on_save(moment(tmp_path), checkpoint(tmp_path, 2))
+    callback.on_end(moment(tmp_path), "failed", "x")
+    assert "checkpoint of step 2 is not copied (" in caplog.text
+
+
+def test_a_run_is_not_copied_onto_itself(tmp_path: Path) -> None:
+    config = composed(f"output_dir={tmp_path}")
+    with pytest.raises(ConfigError, match="it is output_dir"):
+        CopyFolder(to=f"{tmp_path}/").check(config)
+    CopyFolder(to=str(tmp_path / "copies")).check(config)
+
+
+def test_limits(tmp_path: Path) -> None:
+    dollars: Mapping[str, float | None] = {"on_demand": 12.0, "spot": 3.0}
+    for options, kind, why in (
+        ({"hours": 0.6}, None, ""),
+        ({"hours": 0.5}, "end", "callbacks.mine: 0.5 hours have reached hours=0.5"),
+        ({"hours": 0.4, "then": "stop"}, "stop", "callbacks.mine: 0.5 hours have reached hours=0.4"),
+        ({"usd": 11}, "end", "callbacks.mine: 12.00 dollars have reached usd=11"),
+        ({"usd": 11, "price": "spot"}, None, ""),
+    ):
+        now = moment(tmp_path, usd=dollars)
+        StopAfter(**options).on_step_end(now)  # type: ignore[arg-type]
+        assert (now._requests.kind, now._requests.why) == (kind, why)
+    with pytest.raises(ConfigError, match="hw=cpu has no price on_demand; set hours="):
+        StopAfter(usd=1).check(composed("hw=cpu"))
+    StopAfter(usd=1).check(composed("hw=v6e8", "task=plan"))
+
+
+def test_values_outside_a_range_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = WatchMetrics(metrics=["norms/grad_*", "no_such"], above=2.0, below=0.1, times=2, then="end")
+    asked = Requests()
+    for step, value in enumerate([3.0, 1.0, 3.0, 3.0, 3.0, 0.01, 0.01], start=1):
+        if step == 4:  # a resume in between
+            state = json.loads(json.dumps(callback.state_dict()))
+            callback = WatchMetrics(metrics=["norms/grad_*", "no_such"], above=2.0, below=0.1, times=2, then="end")
+            callback.load_state_dict(state)
+        now = moment(tmp_path, step=step, metrics={"norms/grad_q": value, "train/loss": 9.0}, _requests=asked)
+        callback.on_step_end(now)
+        callback.on_step_end(now)  # no new record
+        assert (asked.kind is not None) is (step >= 4)
+    assert asked.why == "callbacks.mine: norms/grad_q=3 is above 2, 2 records in a row"
+    callback.on_evaluate(now, {"norms/grad_eval": math.nan})
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "step 4: norms/grad_q=3 is above 2, 2 records in a row"
+    ]
+    callback.on_end(now, "finished", "")
+    assert "no logged value has a name like no_such" in caplog.text
+    assert caplog.records[-1].levelno == logging.WARNING
