@@ -78,6 +78,7 @@ UNSET: dict[str, Any] = {
     **{"named_splits": "take", "held_out_copies": "find", "near_copies": "drop", "rewritten_answers": "split"},
     "tokens_per_parameter": None,
     "label_field": None,
+    "teacher": None,
     "total_documents": None,
     "gives_messages": False,
     "weight_decay": None,

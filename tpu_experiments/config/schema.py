@@ -30,6 +30,7 @@ from tpu_experiments.config.task_schema import (
     GenerateTaskConfig,
     PackTaskConfig,
     PlanTaskConfig,
+    PrepareTaskConfig,
     QuantizeTaskConfig,
     ReportTaskConfig,
     ResumeCheckTaskConfig,
@@ -527,6 +528,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "task": {
         "base_pack": PackTaskConfig,
         "base_plan": PlanTaskConfig,
+        "base_prepare": PrepareTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
         "base_generate": GenerateTaskConfig,
         "base_serve": ServeTaskConfig,
