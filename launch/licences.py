@@ -29,8 +29,9 @@ def licence_of(name: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or () if c.startswith("License :: ")]
-    told = about.get("License-Expression") or ", ".join(c for c in classifiers if c != "OSI Approved")
-    told = told or (about.get("License") or "").strip().split("\n")[0] or "unknown"
+    own = {key: (about.get_all(key) or [""])[0].strip().split("\n")[0] for key in ("License-Expression", "License")}
+    told = own["License-Expression"] or ", ".join(c for c in classifiers if c != "OSI Approved")
+    told = told or own["License"] or "unknown"
     return told if len(told) <= LONGEST else f"{told[:LONGEST]}..."
 
 

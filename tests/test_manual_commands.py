@@ -25,6 +25,8 @@ OWN = re.compile(
 """What names a machine, a place or a file of the reader's own."""
 GENERATED = "data=stories_text_ro"
 """Has no sample: the command before it in the manual writes the text, which tests/data/test_stories.py does."""
+TAUGHT = "objective=distillation"
+"""Reads a teacher's run, or what the command before it wrote: tests/objectives/test_distillation.py runs both."""
 EXPORTED = re.compile(r"task\.(weights=(merged|gguf)|gguf=)")
 """Needs what task=export wrote: tests/tasks/test_generate_export.py makes and reads it."""
 ELSEWHERE = {
@@ -89,7 +91,7 @@ def smoke_forms() -> list[list[str]]:
         for words in commands_of(file.read_text(encoding="utf-8")):
             is_sweep = any(word.startswith("sweep=") for word in words)  # tests/test_sweep.py runs those
             is_elsewhere = task_of(words) in ELSEWHERE or any(EXPORTED.match(word) for word in words)
-            if not is_elsewhere and GENERATED not in words and not is_sweep:
+            if not is_elsewhere and not {GENERATED, TAUGHT} & set(words) and not is_sweep:
                 form = smoke_form(words)
                 found.setdefault(shlex.join(form), form)
     return list(found.values())

@@ -135,12 +135,10 @@ def run(config: Config) -> None:
     if config.task.name == "train" and config.hw.num_hosts == 1 and print_if_finished(config):
         return
     is_planned = config.task.name in PLANNED
-    hw = replace(config.hw, device="cpu") if config.task.name in ON_THE_HOST else config.hw
-    needs_device = config.task.name not in (
-        "report",
-        "doctor",
-        "convert",
-    )  # task=doctor reports on the unchanged environment
+    is_on_host = config.task.name in ON_THE_HOST and not getattr(config.task, "predicts", False)
+    hw = replace(config.hw, device="cpu") if is_on_host else config.hw
+    # task=doctor reports on the unchanged environment
+    needs_device = config.task.name not in ("report", "doctor", "convert")
     if config.task.name == "train" and config.hw.chip is not None:
         check_plan(config)
     if needs_device and not is_planned:

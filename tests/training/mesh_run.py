@@ -9,6 +9,7 @@ elsewhere than its rule says, after the steps.
 """
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from tests.config.composing import composed
 from tests.training.tiny import Run, configured, random_batch
 from tpu_experiments.config.schema import Config
+from tpu_experiments.data.teacher import IDS, LOGPS
 from tpu_experiments.objectives.base import REFERENCE, objective_of
 from tpu_experiments.runtime.stacked import unstacked
 from tpu_experiments.training.step import computing_of
@@ -42,6 +44,8 @@ def main(*words: str) -> None:
     batches = [random_batch(i, accumulation=2, rows=rows, dropout=dropout) for i in range(NUM_STEPS)]
     if config.objective.reads_reference():  # a row's two documents are a pair
         batches = [{**batch, REFERENCE.name: torch.zeros(batch["ids"].shape)} for batch in batches]
+    if config.objective.teacher_entries():
+        batches = [{**batch, **predicted(batch, entries=config.objective.teacher_entries())} for batch in batches]
     if config.objective.reads_single:
         batches = [of_single_answers(batch) for batch in batches]
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
@@ -71,9 +75,16 @@ def of_single_answers(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {**batch, "segments": segments, REFERENCE.name: reference}
 
 
+def predicted(batch: dict[str, torch.Tensor], *, entries: int) -> dict[str, torch.Tensor]:
+    """Predictions of a teacher for every token, as if the row's tokens behind it were the likeliest."""
+    ids = torch.stack([batch["ids"].roll(-n, -1) + 7 * n for n in range(1, entries + 1)], -1)
+    logps = (-0.7 * torch.arange(entries)).log_softmax(0) + math.log(0.9)
+    return {IDS: ids, LOGPS: logps.expand(ids.shape).contiguous()}
+
+
 def learnt(config: Config, runtime: Any) -> dict[str, Any]:
     """The loss of a step: that of all logits, or of pairs in chunks."""
-    if not config.objective.reads_pairs:
+    if not (config.objective.reads_pairs or config.objective.teacher_entries()):
         return {}
     objective = objective_of(config, computing_of(config, runtime))
     return {"row_loss": objective.row_loss, "count": objective.count}

@@ -63,6 +63,11 @@ CASES = {
     "qwen, fsdp 4, scores": (
         *("model=qwen05b", LORA, "objective=reward", "data=stories_pairs_ro", "curriculum=single", "sharding=fsdp"),
     ),
+    "qwen, fsdp 4, a teacher": (
+        *("model=qwen05b", LORA, "objective=distillation", "objective.top_k=5", "objective.beta=0.5"),
+        *("objective.alpha=0.1", "data=stories_ro", "data.stories_ro.teacher=x", "curriculum=single"),
+        *("sharding=fsdp", "trainer.loss_chunk_tokens=16"),
+    ),
     "qwen, single answers": ("model=qwen05b", "objective=kto", "data=stories_pairs_ro", "curriculum=single"),
     "xlstm, rows over 4, all weights": ("model=xlstm_small", ALL, "sharding=replicated"),
     "xlstm, fsdp 4, all weights": ("model=xlstm_small", ALL, "sharding=fsdp"),

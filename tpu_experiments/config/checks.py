@@ -26,6 +26,7 @@ from tpu_experiments.config.task_schema import (
     AnswerTaskConfig,
     GenerateTaskConfig,
     PlanTaskConfig,
+    PrepareTaskConfig,
     ServeTaskConfig,
     certifying_problems,
     doctoring_problems,
@@ -572,7 +573,32 @@ def _packing(config: Config) -> list[str]:
 
 
 def _objective(config: Config) -> list[str]:
-    return [*config.objective.problems(config.prepare), *_pairs(config), *_rollout(config)]
+    return [*config.objective.problems(config.prepare), *_pairs(config), *_teacher(config), *_rollout(config)]
+
+
+def _teacher(config: Config) -> list[str]:
+    """Return problems of the teachers of sources, and of the task that writes them."""
+    objective, task = config.objective, config.task
+    asked = {}
+    if isinstance(task, PrepareTaskConfig):
+        asked = {f"task.{name}": getattr(task, name) for name in ("teacher", "teacher_requests")}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    if not objective.teacher_entries():
+        told = {f"data.{name}.teacher": source.teacher for name, source in config.data.items()}
+        if task.name in OF_A_RUN or (task.name == "prepare" and not asked):
+            told = {}
+        return [
+            f"{key}={value} with objective={objective.name}; only objective=distillation reads a teacher; choose it, "
+            "or leave the key out."
+            for key, value in {**asked, **told}.items()
+            if value is not None
+        ]
+    if not asked or config.hw.num_hosts == 1:
+        return []
+    return [
+        f"{next(iter(asked))} with hw.num_hosts={config.hw.num_hosts}; predictions are written by one host; prepare "
+        "them on one, or import vLLM's."
+    ]
 
 
 def _pairs(config: Config) -> list[str]:

@@ -150,6 +150,9 @@ class DataSourceConfig:
     label_field: str | None = None
     """Field of the rows, by its name in the file, that holds the label of a text: a string, an integer, true or false.
     Only `objective=classify` reads it."""
+    teacher: str | None = place("folder", default=None)
+    """Folder of a teacher's stored predictions of the source's tokens, which `objective=distillation` learns from;
+    task=prepare with `task.teacher` writes it."""
     quoting: str = choice("auto", "minimal", "none", default="auto")
     """Quotation marks in .csv and .tsv. `minimal`: they may enclose a field, which may then contain separators and line
     ends. `none`: they are plain characters, and each line is a record. `auto`: for each file, the one with which more

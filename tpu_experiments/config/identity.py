@@ -80,6 +80,7 @@ UNSET: dict[str, Any] = {
     "tokens_per_parameter": None,
     **{"asked_as": None, "asked_alone_as": None},
     "label_field": None,
+    "teacher": None,
     "total_documents": None,
     "gives_messages": False,
     "weight_decay": None,

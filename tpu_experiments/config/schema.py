@@ -31,6 +31,7 @@ from tpu_experiments.config.task_schema import (
     GenerateTaskConfig,
     PackTaskConfig,
     PlanTaskConfig,
+    PrepareTaskConfig,
     QuantizeTaskConfig,
     ReportTaskConfig,
     ResumeCheckTaskConfig,
@@ -628,6 +629,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "task": {
         "base_pack": PackTaskConfig,
         "base_plan": PlanTaskConfig,
+        "base_prepare": PrepareTaskConfig,
         "base_resume_check": ResumeCheckTaskConfig,
         "base_generate": GenerateTaskConfig,
         "base_serve": ServeTaskConfig,

@@ -123,6 +123,27 @@ def planning_problems(task: TaskConfig) -> list[str]:
     return problems
 
 
+# ---- prepare ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PrepareTaskConfig(TaskConfig):
+    """Settings of task=prepare."""
+
+    teacher: str | None = place("folder", default=None)
+    """Teacher of `objective=distillation`, whose predictions of the prepared rows are written to
+    `data.<name>.teacher`: folder of a run, whose newest weights are taken; `model`, the command's own `model=` as it is
+    loaded; or a .jsonl file of vLLM's prompt_logprobs. null writes none."""
+    teacher_requests: str | None = place("file", default=None)
+    """JSONL file to which the token ids of every document of the rows are written, each once, as `prompt_token_ids`,
+    for vLLM to answer; null writes none."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a model predicts, on the devices."""
+        return self.teacher is not None and not self.teacher.endswith(".jsonl")
+
+
 # ---- pack ---------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ class Batch:
     noise_G: NDArray[np.int32] | None = None
     """A random word per row, for dropout."""
     more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further arrays (G, T) or (G,) by name."""
+    """Further arrays (G, T), (G, T, K) or (G,) by name."""
 
     @staticmethod
     def of(
@@ -215,7 +215,7 @@ def trimmed(batch: Batch, *, multiple: int) -> Batch:
     used_T = np.flatnonzero(batch.segments_GT.any(axis=0))
     longest = int(used_T[-1]) + 1 if len(used_T) else 1
     kept = slice(0, -(-longest // multiple) * multiple)
-    cut = {n: np.ascontiguousarray(a[:, kept]) if a.ndim == 2 else a for n, a in batch.arrays.items()}
+    cut = {n: np.ascontiguousarray(a[:, kept]) if a.ndim > 1 else a for n, a in batch.arrays.items()}
     return Batch.of(cut, labels=batch.labels)
 
 

@@ -20,6 +20,8 @@ from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+Key = tuple[str, str, int]
+"""Source, split and row length."""
 ADVICE = "Run task=prepare with the same settings: it is prepared again."
 
 

@@ -17,12 +17,15 @@ class Array:
 
     name: str
     dtype: str
-    """NumPy's name of it: `int32` or `float32`."""
+    """NumPy's name of it: `int32` or `float32`; on disk alone also `uint16` and `uint32`."""
     per: Literal["row", "token"]
+    width: int = 0
+    """Values of each row or token; 0: a single one, without a dimension of its own."""
 
     def shape(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the array's shape for rows whose tokens have this shape, T last."""
-        return tokens if self.per == "token" else tokens[:-1]
+        own = (self.width,) if self.width else ()
+        return (*(tokens if self.per == "token" else tokens[:-1]), *own)
 
 
 class RowSource(Protocol):
@@ -53,7 +56,7 @@ class Rows:
     positions_NT: NDArray[np.int32]
     segments_NT: NDArray[np.int32]
     more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further arrays (N, T) or (N,) by name (`Array`)."""
+    """Further arrays (N, T), (N, T, K) or (N,) by name (`Array`)."""
 
     @property
     def num_rows(self) -> int:

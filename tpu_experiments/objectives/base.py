@@ -19,6 +19,7 @@ from tpu_experiments.config.schema import Config
 from tpu_experiments.config.targets import locate
 from tpu_experiments.data.rows import Array
 from tpu_experiments.data.steps.pairs import MARGIN
+from tpu_experiments.data.teacher import teacher_arrays
 from tpu_experiments.metrics.flops import FlopsPerToken, decoder_flops
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.passes.loss import Scores, Terms
@@ -297,6 +298,8 @@ def row_arrays(config: Config, *, are_trained: bool = False) -> tuple[Array, ...
     kind = objective_class(config)
     arrays = (*prepared_arrays(config), *(kind.sampled if are_trained else ()))
     arrays = (*arrays, REFERENCE) if config.objective.reads_reference() else arrays
+    entries = config.objective.teacher_entries()
+    arrays = (*arrays, *teacher_arrays(entries)) if entries else arrays
     return (*arrays, *(Array(name, "float32", per="row") for name in config.objective.inputs()))
 
 

@@ -52,6 +52,7 @@ from tpu_experiments.training.batches import (
     stage_rows,
     stages_with_data,
     steps_by_stage,
+    stored_teachers,
 )
 from tpu_experiments.training.cached_sampler import lengths_of
 from tpu_experiments.training.length import new_length
@@ -232,6 +233,7 @@ def make_inputs(config: Config, stages: list[Stage]) -> RunInputs:
         read_questions(config, tokenizer=tokenizer),
         num_parameters=parameters_of_lengths(stages, source=lambda: model_source(config)),
         prompts=prompts_of(config, stages, tokenizer=tokenizer),
+        teachers=stored_teachers(config, tokenizer=tokenizer, sources=sources, stages=stages),
     )
     asked = [(len(each.ids), each.num_new) for questions in found.questions.values() for each in questions]
     found.lengths = lengths_of(config, tokenizer=tokenizer, questions=asked, kind=found.prompt_kind)
@@ -358,6 +360,12 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
             raise ConfigError(
                 f"data.{name} has token id {source.max_token_id} and model={config.model.name} has {vocab_size} "
                 "embeddings; set model.tokenizer_path to the tokenizer this model was trained with."
+            )
+    for (name, *_), stored in inputs.teachers.items():
+        if stored.manifest["num_ids"] > vocab_size:
+            raise ConfigError(
+                f"data.{name}.teacher; its teacher predicts {stored.manifest['num_ids']:,} tokens and "
+                f"model={config.model.name} has {vocab_size:,} embeddings; choose a model that has them all."
             )
 
 

@@ -33,14 +33,15 @@ from tpu_experiments.data.batches import (
     with_all_tokens_learnt,
 )
 from tpu_experiments.data.prepare import Preparation, prepare
-from tpu_experiments.data.prepared import PreparedSource
+from tpu_experiments.data.prepared import Key, PreparedSource
 from tpu_experiments.data.prompts import Prompt, Prompts
 from tpu_experiments.data.replay import ReplayedRows
 from tpu_experiments.data.rows import Rows, RowSource, padding
 from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
-from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer
+from tpu_experiments.data.teacher import StoredTeacher, Wanted, read_teacher
+from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer, tokenizer_hash
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
@@ -52,7 +53,7 @@ from tpu_experiments.storage import paths
 from tpu_experiments.training.cached_sampler import Lengths
 from tpu_experiments.training.evaluation import host_tensors
 from tpu_experiments.training.questions import Question
-from tpu_experiments.training.reference import Key, ReferencedRows, Values
+from tpu_experiments.training.reference import ReferencedRows, Values
 from tpu_experiments.training.start import StartPoint
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,33 @@ def prepare_sources(
     )
     _require_answers(config, sources)
     return sources
+
+
+def stored_teachers(
+    config: Config, *, tokenizer: PreTrainedTokenizerBase, sources: dict[str, PreparedSource], stages: list[Stage]
+) -> dict[Key, StoredTeacher]:
+    """Return the predictions of a teacher for the rows of training and of evaluations; none for other objectives.
+
+    Raises:
+        ConfigError: some are missing, or belong to other rows, or to another tokenizer.
+    """
+    entries = config.objective.teacher_entries()
+    if not entries:
+        return {}
+    temperature, converts = config.objective.teacher_temperature(), config.objective.converts_temperature()
+    wanted = Wanted(entries, temperature, converts, tokenizer_hash(tokenizer))
+    found = {}
+    for key, (rows, _) in referred_rows(RunInputs(tokenizer, sources, stages), config).items():
+        teacher = config.data[key[0]].teacher
+        if teacher is None:  # of a pack; training/given.py says more
+            raise ConfigError(
+                f"data.{key[0]}.teacher=null; objective={config.objective.name} learns from one; name it."
+            )
+        cache = preparation_settings(config, tokenizer=tokenizer).cache
+        found[key] = read_teacher(
+            teacher, key, source=sources[key[0]], num_rows=rows.num_rows, wanted=wanted, cache=cache
+        )
+    return found
 
 
 def _require_answers(config: Config, sources: Mapping[str, PreparedSource]) -> None:
@@ -236,18 +264,24 @@ class RunInputs:
     """Prompts by the name of their stage, where the model writes its own rows."""
     reference: dict[Key, Values] | None = None
     """Values by the model as it starts, once they are known; None where rows carry none (training/reference.py)."""
+    teachers: dict[Key, StoredTeacher] = field(default_factory=dict)
+    """Stored predictions of a teacher, where rows carry some (data/teacher.py)."""
 
     def rows(self, name: str, split: str, seq_len: int) -> RowSource:
-        """Return the rows of a source's split, with their reference if they carry one."""
+        """Return the rows of a source's split, with their reference or a teacher's predictions if they carry some."""
         store = self.sources[name].store(split, seq_len)
+        if (name, split, seq_len) in self.teachers:
+            return self.teachers[name, split, seq_len].told(store)
         if self.reference is None:
             return store
         return ReferencedRows(store, self.reference.get((name, split, seq_len)))
 
     @property
     def audit_hashes(self) -> dict[str, str]:
-        """Return the audit hash of the data by `<source>@<row length>`."""
-        return {key: value for source in self.sources.values() for key, value in source.audit_hashes.items()}
+        """Return the audit hash of the data by `<source>@<row length>`, and the hash of what a teacher says of it."""
+        taught = {f"{name} ({split}, teacher)@{length}": t.digest for (name, split, length), t in self.teachers.items()}
+        own = {key: value for source in self.sources.values() for key, value in source.audit_hashes.items()}
+        return own | taught
 
     @property
     def prompt_kind(self) -> str:

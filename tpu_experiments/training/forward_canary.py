@@ -212,7 +212,7 @@ def held_out_documents(trainer: "Trainer") -> list[Document]:
     found = []
     for batches in trainer.held_out.values():
         for batch in batches:
-            of_tokens = {name: array for name, array in batch.more.items() if array.ndim == 2}
+            of_tokens = {name: array for name, array in batch.more.items() if array.ndim > 1}
             for row, segments in enumerate(batch.segments_GT):
                 for segment in range(1, int(segments.max(initial=0)) + 1):
                     place = (row, segments == segment)
@@ -227,7 +227,8 @@ def _first_batch(trainer: "Trainer") -> Batch:
 
 
 def _no_rows(shape: tuple[int, ...], *, like: Batch) -> dict[str, NDArray[Any]]:
-    return {name: np.zeros(shape[: array.ndim], array.dtype) for name, array in like.arrays.items()}
+    own = {name: (*shape, *array.shape[2:])[: array.ndim] for name, array in like.arrays.items()}
+    return {name: np.zeros(own[name], array.dtype) for name, array in like.arrays.items()}
 
 
 def _in_shape(row: Batch, shape: tuple[int, ...], *, place: int) -> Batch:

@@ -12,6 +12,7 @@ from tpu_experiments.config.task_schema import (
     AnswerTaskConfig,
     EvaluateTaskConfig,
     GenerateTaskConfig,
+    PrepareTaskConfig,
     TokenizerTaskConfig,
     WeightsConfig,
 )
@@ -70,8 +71,24 @@ def require_given(config: Config) -> None:
     if isinstance(task, TokenizerTaskConfig) and task.compare_with is not None:
         with noted():
             given_folders.require_tokenizer_folder(task.compare_with, key="task.compare_with")
+    problems += _without_teacher(config)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _without_teacher(config: Config) -> list[str]:
+    """Return a line for each source without the teacher that the objective learns from."""
+    task = config.task
+    asked = isinstance(task, PrepareTaskConfig) and (task.teacher or task.teacher_requests)
+    if not config.objective.teacher_entries() or not (task.name in TRAINING or asked):
+        return []
+    return [
+        f"data.{name}.teacher=null with objective={config.objective.name}; it learns from a teacher's predictions of "
+        f"every source; name their folder with data.{name}.teacher=FOLDER, and write them by task=prepare "
+        "task.teacher=RUN."
+        for name, source in config.data.items()
+        if source.teacher is None
+    ]
 
 
 def foreign_data(config: Config) -> str | None:

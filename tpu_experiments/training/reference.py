@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.data.batches import Batch, fixed_batches
+from tpu_experiments.data.prepared import Key
 from tpu_experiments.data.rows import Rows, RowSource
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import REFERENCE, Objective
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FOLDER = "references"
-Key = tuple[str, str, int]
-"""Source, split and row length."""
 Values = NDArray[np.float32]
 ValuesOf = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(module, parameters, rows (G, T)) to values (G, S), in a program."""

@@ -2,6 +2,7 @@
 
 from tpu_experiments.config.objectives.base import ObjectiveConfig
 from tpu_experiments.config.objectives.classify import ClassifyConfig
+from tpu_experiments.config.objectives.distillation import DistillationConfig
 from tpu_experiments.config.objectives.kto import KtoConfig
 from tpu_experiments.config.objectives.masked import MaskedConfig
 from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
@@ -21,6 +22,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "kto": KtoConfig,
     **dict.fromkeys(("grpo", "rloo"), PolicyConfig),
     "reward": RewardConfig,
+    "distillation": DistillationConfig,
 }
 """Objectives of this project by the names of their files in conf/objective."""
 TARGETS = frozenset(kind._target_ for kind in OBJECTIVES.values())

@@ -68,6 +68,18 @@ class ObjectiveConfig:
         """Return whether rows carry log-probabilities by the model as it starts (training/reference.py)."""
         return False
 
+    def teacher_entries(self) -> int:
+        """Return the stored predictions of a teacher that every token of a row carries (data/teacher.py); 0: none."""
+        return 0
+
+    def teacher_temperature(self) -> float:
+        """Return the temperature of those predictions."""
+        return 1.0
+
+    def converts_temperature(self) -> bool:
+        """Return whether they are needed up to a factor alone, so that any temperature gives that of another."""
+        return False
+
     def reads_margin(self) -> bool:
         """Return whether every pair comes with a margin of scores, the field `margin` of its row."""
         return False

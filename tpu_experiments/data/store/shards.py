@@ -72,7 +72,8 @@ def row_dtype(seq_len: int, *, vocab_size: int, arrays: Sequence[Array] = ()) ->
 
 def arrays_entry(arrays: Sequence[Array]) -> dict[str, Any]:
     """Return the entry `arrays` of records and manifests; none where rows have the four arrays of tokens alone."""
-    return {"arrays": [asdict(array) for array in arrays]} if arrays else {}
+    entries = [{k: v for k, v in asdict(array).items() if k != "width" or v} for array in arrays]
+    return {"arrays": entries} if arrays else {}
 
 
 def encode_rows(rows: Rows, *, dtype: np.dtype[np.void]) -> Records:

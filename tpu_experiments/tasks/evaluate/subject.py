@@ -89,7 +89,7 @@ def subject_of(config: Config) -> Subject:
     if held != found:
         check(held)
         file = file.replace(".json", f"-{held.model.base}.json")
-    subject = _run_subject(held, folder, file=file)
+    subject = run_subject(held, folder, file=file)
     return subject if task.adapter is None else _with_adapter(subject, task.adapter)
 
 
@@ -179,7 +179,7 @@ def _config_text(folder: RunFolder) -> str:
         raise ConfigError(f"{folder.config_path}; it cannot be read ({type(error).__name__}); restore it.") from error
 
 
-def _run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
+def run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
     """Return the run's export, or its newest checkpoint if it is not finished.
 
     Raises:

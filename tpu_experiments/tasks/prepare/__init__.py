@@ -1,4 +1,7 @@
-"""task=prepare: write every selected source as rows on disk, with an audit as table, JSON and HTML."""
+"""task=prepare: write every selected source as rows on disk, with an audit as table, JSON and HTML.
+
+With `task.teacher` it also writes what a teacher predicts of the rows (teacher.py).
+"""
 
 from tpu_experiments.config.escaping import for_terminal
 from tpu_experiments.config.schema import Config
@@ -10,8 +13,15 @@ from tpu_experiments.data.steps.workers import start_server
 from tpu_experiments.loggers.runlog import terminal_log
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.retry import explain_storage_errors
+from tpu_experiments.tasks.prepare.teacher import teacher_of, write_predictions
 from tpu_experiments.tasks.setup import prompts_of
-from tpu_experiments.training.batches import load_run_tokenizer, prepare_sources, prepared_folder, stages_with_data
+from tpu_experiments.training.batches import (
+    RunInputs,
+    load_run_tokenizer,
+    prepare_sources,
+    prepared_folder,
+    stages_with_data,
+)
 from tpu_experiments.training.row_lengths import measure_rows
 
 
@@ -24,13 +34,15 @@ def run(config: Config) -> None:
     """
     folder = prepared_folder(config)
     with terminal_log(), explain_storage_errors(folder, full="failed"):
-        sources, manifests, page = _prepare(config, folder)
-    print(for_terminal(audit_table(manifests)))
-    _print_folders(sources, page=page)
+        subject = teacher_of(config)
+        config, inputs, manifests, page = _prepare(config, folder)
+        print(for_terminal(audit_table(manifests)))
+        _print_folders(inputs.sources, page=page)
+        write_predictions(config, inputs, subject)
 
 
-def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], list[Manifest], str]:
-    """Return the sources, their manifests and the path of the audit's page."""
+def _prepare(config: Config, folder: str) -> tuple[Config, RunInputs, list[Manifest], str]:
+    """Return the config with measured rows, the prepared sources, their manifests and the path of the audit's page."""
     if config.prepare.engine == "local":
         start_server()  # its imports overlap with loading the tokenizer here
     config = measure_rows(config)
@@ -48,7 +60,7 @@ def _prepare(config: Config, folder: str) -> tuple[dict[str, PreparedSource], li
     paths.write_text_atomic(
         paths.join(target, f"{name}.json"), strict_json.dumps(audit_json(manifests), indent=1) + "\n"
     )
-    return sources, manifests, paths.join(target, f"{name}.html")
+    return config, RunInputs(tokenizer, sources, stages), manifests, paths.join(target, f"{name}.html")
 
 
 def _print_folders(sources: dict[str, PreparedSource], *, page: str) -> None:
