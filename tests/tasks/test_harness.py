@@ -12,6 +12,7 @@ from tests.training.runs import finished, sized
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks import evaluate
 from tpu_experiments.tasks.evaluate import harness
+from tpu_experiments.tasks.evaluate.looked_up import Answers
 from tpu_experiments.tasks.report.runs import find_runs
 from tpu_experiments.tasks.report.tables import results
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -91,12 +92,12 @@ def reference(outputs: Path, side: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def answered(outputs: Path, tasks: Path) -> tuple[dict[str, Any], dict[str, harness.Answers]]:
+def answered(outputs: Path, tasks: Path) -> tuple[dict[str, Any], dict[str, Answers]]:
     """The results of three tasks, and what base and trained model answered to each request."""
-    kept: list[harness.Answers] = []
+    kept: list[Answers] = []
     whole = harness.figures_of
 
-    def noted(task: Any, answers: harness.Answers, **how: Any) -> dict[str, Any]:
+    def noted(task: Any, answers: Answers, **how: Any) -> dict[str, Any]:
         found = whole(task, answers, **how)
         kept.append(answers)
         return found

@@ -7,7 +7,7 @@ answers that the base and the trained model gave. Requests are cut into tokens a
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
+from tpu_experiments.tasks.evaluate.looked_up import Answers, Scored, Written
 from tpu_experiments.tasks.evaluate.subject import Subject, task_of
 from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.batches import load_run_tokenizer
@@ -41,8 +42,6 @@ from tpu_experiments.training.batches import load_run_tokenizer
 log = logging.getLogger(__name__)
 NAME = "harness"
 VERSION = "0.4.13"
-MOST_NEW = 256
-"""Tokens of an answer where a task does not say, as in the harness's `hf` backend."""
 ROW_TOKENS = 8192
 """Tokens that a device scores at once, as in a micro-batch of training."""
 MULTIPLE = 128
@@ -51,20 +50,6 @@ KEPT = ("results", "n-shot", "n-samples", "versions")
 """What is written of the harness's own results."""
 BETWEEN = 1.959963984540054
 """Standard errors on each side of a figure in its 95 % interval."""
-
-Scored = tuple[tuple[int, ...], tuple[int, ...]]
-"""Tokens of a context and of what is to be scored behind it."""
-Written = tuple[tuple[int, ...], int, tuple[str, ...]]
-"""Tokens of a prompt, most tokens of an answer, and texts that end it."""
-
-
-@dataclass
-class Answers:
-    """What a model answers to the requests; empty to learn what is asked."""
-
-    scores: dict[Scored, tuple[float, bool]] = field(default_factory=dict)
-    """Log-probability in nats, and whether each token is the likeliest."""
-    texts: dict[Written, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -218,7 +203,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, asked: 
         file = paths.join(paths.folder_of(subject.results), "harness_results.json")
         told = {state: {key: each[key] for key in KEPT if key in each} for state, each in results.items()}
         figures = benchmarks_of({state: each["results"] for state, each in results.items()})
-        fields = {"harness": VERSION, "evaluated": subject.kind, "place": subject.place or None}
+        fields: dict[str, Any] = {"harness": VERSION, "evaluated": subject.kind, "place": subject.place or None}
         fields |= {"model": config.model.name, "limit": limit, "benchmarks": figures, **told, "seconds": watch.seconds}
         paths.make_dirs(paths.folder_of(file))
         paths.write_text_atomic(file, strict_json.dumps(plain(fields), indent=1) + "\n")

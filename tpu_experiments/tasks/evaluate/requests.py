@@ -14,10 +14,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.tasks.evaluate.harness import MOST_NEW, Answers
+from tpu_experiments.tasks.evaluate.looked_up import MOST_NEW, Answers
 
 
-class Respondent(TemplateLM):  # type: ignore[misc]
+class Respondent(TemplateLM):
     """Look requests up among the answers; one that is missing is noted with an empty answer.
 
     Args:
