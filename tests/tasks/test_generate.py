@@ -105,6 +105,14 @@ def test_an_adapter_of_another_base_is_named(trained, answers, tmp_path, caplog)
     assert "names lab/other-base as its base, and the model is tpu_experiments/samples/tiny_base" in caplog.text
 
 
+def test_a_base_that_a_run_drew_at_random_is_its_own(answers, tmp_path, caplog):
+    small = ("model=mistral7b", "model.size=tiny", "model.dtype=float32", "curriculum=single", "data=sample_chat")
+    run = finished(*small, "trainer.max_stage_steps=1", "sample.max_new_tokens=0", *EAGER, output_dir=tmp_path / "out")
+    with caplog.at_level("WARNING"):
+        assert len(answers(f"task.run={tmp_path / 'out' / run['name']}")) == len(PROMPTS)
+    assert "as its base" not in caplog.text
+
+
 def test_answers_before_an_interruption_are_kept(make_config, prompts_file, tmp_path, monkeypatch, capsys):
     output = tmp_path / "answers.jsonl"
     batch = generate.Answers._batch

@@ -99,12 +99,15 @@ def _with_overrides(config: Config, task: WeightsConfig, *, dtype: str | None) -
     return replace(config, model=replace(model, dtype=dtype or model.dtype))
 
 
-def _with_adapter(origin: Origin, folder: str) -> Origin:
+def _with_adapter(origin: Origin, folder: str, *, is_own: bool = False) -> Origin:
+    """Return the model with an adapter, and warn if that names another base; not of one that its own run has drawn."""
     # A classifier's is read too, so that the task refuses it by its objective.
     found = read_adapter(folder, has_head=not writes_text(origin.config))
     require_rounded_alike(found, origin.config.model, key=f"task.adapter={folder}")
-    path = origin.config.model.path
-    if found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
+    model = origin.config.model
+    path = model.path
+    is_drawn = is_own and (model.init == "random" or model.size == "tiny")
+    if not is_drawn and found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
         log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)
     return replace(origin, lora=found.lora, trained=found.tensors, text=f"adapter {folder}")
 
@@ -151,7 +154,7 @@ def _with_weights(origin: Origin, folder: str, chosen: str) -> Origin:
     max_held_bytes = origin.config.checkpoint.max_copy_gib * 2**30
     adapter, model, checkpoints = (paths.join(folder, part) for part in ("adapter", "model", "checkpoints"))
     if chosen != "checkpoint" and paths.exists(paths.join(adapter, ADAPTER_CONFIG)):
-        return _with_adapter(origin, adapter)
+        return _with_adapter(origin, adapter, is_own=True)
     if chosen != "checkpoint" and paths.exists(paths.join(model, "config.json")):
         whole = read_model(model, max_held_bytes=max_held_bytes)
         return replace(origin, lora=LoraConfig(r=0), trained=whole, text=f"model {model}")
