@@ -6,6 +6,7 @@ to some chosen tokens and other mixers are refused, so that nothing is counted w
 holds every causal type of transformers against torch's counter of FLOPs.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def _read(_key: str, held: _Held) -> Modules:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = held.config
+    config = copy.deepcopy(held.config)  # a class may write into its config
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
