@@ -12,7 +12,7 @@ window."""
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -843,7 +843,8 @@ class Counted(Decoder):
         if names.tied:
             shapes[f"{names.head}.weight"] = shapes[names.embedding]
         saved = {name: shape for name, shape in shapes.items() if is_saved(name, lora) and name.endswith("weight")}
-        if names.tied and saved.pop(f"{names.head}.weight", None):
+        if names.tied and f"{names.head}.weight" in saved:
+            del saved[f"{names.head}.weight"]
             saved[names.embedding] = shapes[names.embedding]
         return saved
 
@@ -869,7 +870,7 @@ def counted_decoder(config: Any) -> Counted:
     shapes, heads = dict(modules.shapes), config.num_attention_heads
     vocab, hidden = shapes[modules.embedding]
     widest = max(modules.mixing, key=lambda each: each.queries)
-    inner: dict[int, float] = Counter()
+    inner: defaultdict[int, float] = defaultdict(float)
     for each in modules.matrices:
         if each.layer is not None and not each.mixes and each.outputs != hidden:
             inner[each.layer] += each.outputs * each.share

@@ -6,6 +6,7 @@ to some chosen tokens and other mixers are refused, so that nothing is counted w
 holds every causal type of transformers against torch's counter of FLOPs.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ UNLIKE = {
     "diffllama": "its attention is the difference of two",
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "its layers predict and correct several streams"),
     "moshi": "its layers have several streams",
+    "prophetnet": "its layers predict several tokens",
     "trocr": "its layers attend to pictures",
 }
 """Model types whose modules compute more or less than products of all tokens."""
@@ -111,13 +113,15 @@ def _read(_key: str, held: _Held) -> Modules:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = held.config
+    config = copy.deepcopy(held.config)  # a class may write into its config
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # each class refuses values in its own way
-        raise uncounted(config, f"transformers builds no decoder of it ({one_line(error)})") from error
-    return modules_of(model)
+        return modules_of(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # each class is made in its own way, and a run does not end for its FLOPs
+        raise uncounted(config, f"transformers builds no decoder that can be read ({one_line(error)})") from error
 
 
 def uncounted(config: Any, why: str) -> ConfigError:
@@ -153,6 +157,8 @@ def modules_of(model: Any) -> Modules:
     tied = embedding.weight is head.weight or bool(getattr(config, "tie_word_embeddings", False))
     head_name = names[id(head)]
     shapes = _shapes(model, without=f"{head_name}.weight" if tied else "")
+    if f"{names[id(embedding)]}.weight" not in shapes:
+        raise uncounted(config, "its embedding has another name")
     matrices: list[Matrix] = []
     for name, part in model.named_modules():
         numbers = re.match(rf"{re.escape(prefix)}\.(\d+)\.", name)
@@ -288,7 +294,7 @@ def _widths(attention: "nn.Module", *, config: Any) -> Mixing:
 
     linears: dict[str, tuple[int, int]] = {}
     for name, part in attention.named_modules():
-        shape = getattr(getattr(part, "weight", None), "shape", ())
+        shape: tuple[int, ...] = getattr(getattr(part, "weight", None), "shape", ())
         if len(shape) == 2:
             wide, high = shape if isinstance(part, Conv1D) else reversed(shape)
             linears[name.rpartition(".")[2]] = wide, high
