@@ -7,7 +7,8 @@ cd -- "$(dirname -- "$here")/.."
 # One lock for every supported Python; 3.11 is the lowest, so its versions are found first.
 # No index address is written: the lock names versions and hashes only.
 bash launch/local.sh uv pip compile pyproject.toml \
-    --extra xla --extra tpu --extra ray --extra wandb --extra harness --extra optuna --extra gpu --extra export --extra serve --extra dev \
+    --extra xla --extra tpu --extra ray --extra wandb --extra mlflow --extra trackio --extra harness --extra optuna --extra gpu \
+    --extra export --extra serve --extra dev \
     --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
     --custom-compile-command "bash launch/lock.sh" \
     --output-file launch/requirements.lock --quiet "$@"

@@ -1,8 +1,17 @@
-"""Every logger in every way of running: alone, resumed, in a sweep over two keys, in a pack, in several processes."""
+"""Every logger in every way of running: alone, resumed, in a sweep over two keys, in a pack, in several processes.
 
+`RECORDED` and `require_whole` are the contract; a new logger has its line there. A server that goes away is in the
+files of the loggers that have one.
+"""
+
+import importlib.util
 import json
+import os
+import re
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +19,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.training.runs import REPOSITORY, run
-from tpu_experiments.loggers.wandb import ID
+from tpu_experiments.loggers.tracked_run import ID
 
-LOGGERS = sorted(file.stem for file in (REPOSITORY / "conf/logger").glob("*.yaml"))
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""Packages of loggers that are extras; one that is not installed is left out here."""
+NAMES = sorted(file.stem for file in (REPOSITORY / "conf/logger").glob("*.yaml"))
+LOGGERS = [name for name in NAMES if name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None]
 JOB = (
     *("debug=smoke", "data=sample_text", "curriculum=single", "hw.runtime=eager", "trainer.max_stage_steps=3"),
     *(
@@ -25,15 +37,116 @@ JOB = (
 )
 GRID = ("-m", *JOB, "lora.r=2,4", "optim.lr=1e-3,1e-4")
 STEPS = [1, 2, 3]
+TRACKIO = "trackio_records"
+"""Folder below the test's own in which trackio keeps its records."""
+READ_TRACKIO = """
+import json, sys
+from trackio.sqlite_storage import SQLiteStorage
+print(json.dumps(SQLiteStorage.get_logs("tpu_experiments", sys.argv[1]), default=str))
+"""
 
 
 def ended(*words: str, output_dir: Path) -> str:
     """What a run without a network says; no logger may fail in it."""
     home = {"HOME": str(output_dir / "home"), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = run(*words, output_dir=output_dir, env=home)
+    done = run(*words, output_dir=output_dir, env=home | {"TRACKIO_DIR": str(output_dir / TRACKIO)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "logger=" not in done.stderr.replace(" logger=[", ""), done.stderr
     return done.stderr
+
+
+# ---- what each logger has recorded ------------------------------------------------------------------------------
+
+Points = list[tuple[int, float]]
+
+
+def in_lines(folder: Path, key: str) -> Points:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record[key]) for record in records if key in record]
+
+
+def in_events(folder: Path, key: str) -> Points:
+    return [(each.step, each.value) for each in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars(key)]
+
+
+def on_the_console(folder: Path, key: str) -> Points:
+    """Rounded; a line has the training loss alone."""
+    lines = (folder / "run.log").read_text().splitlines()
+    found = [re.search(r"step (\d+)/\d+  loss +([\d.]+)", line) for line in lines]
+    return [(int(match[1]), float(match[2])) for match in found if match]
+
+
+def in_wandb(folder: Path, key: str) -> Points:
+    """Its file has no reader in its package: values are looked up in the bytes."""
+    parts = sorted((folder / "wandb").glob("offline-run-*"))
+    written = b"".join(file.read_bytes() for part in parts for file in part.glob("run-*.wandb"))
+    assert key.encode() in written
+    return [(step, value) for step, value in in_lines(folder, key) if str(value).encode() in written]
+
+
+def in_mlflow(folder: Path, key: str) -> Points:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder.parent}/mlflow.db")
+    number = (folder / "mlflow" / "id").read_text().strip()
+    assert client.get_run(number).info.status == "FINISHED"
+    return [(each.step, each.value) for each in client.get_metric_history(number, key.replace("+", "_"))]
+
+
+def in_trackio(folder: Path, key: str) -> Points:
+    name = (folder / "trackio" / "id").read_text().strip()
+    place = next(each for each in folder.parents if (each / TRACKIO).is_dir()) / TRACKIO
+    env = os.environ | {"TRACKIO_DIR": str(place)}
+    read = subprocess.run(
+        [sys.executable, "-c", READ_TRACKIO, name], env=env, capture_output=True, text=True, check=True
+    )
+    rows = json.loads(read.stdout.splitlines()[-1])
+    return [(row["step"], row[key]) for row in rows if key in row]
+
+
+RECORDED: dict[str, Callable[[Path, str], Points]] = {
+    "console": on_the_console,
+    "jsonl": in_lines,
+    "mlflow": in_mlflow,
+    "tensorboard": in_events,
+    "trackio": in_trackio,
+    "wandb": in_wandb,
+}
+ONCE = ("jsonl", "mlflow", "tensorboard")
+"""Loggers that have every step once, however often the run was killed; others repeat steps that a run repeats."""
+IDS = ("mlflow", "trackio", "wandb")
+"""Loggers with an id of each run at their service."""
+
+
+def require_measures(folder: Path, keys: Sequence[str]) -> None:
+    """Require measures by the same names in each logger, wherever a record has them."""
+    for key in keys:
+        known = in_lines(folder, key)
+        assert known, key
+        for name in LOGGERS:
+            if name == "console":
+                continue
+            found = RECORDED[name](folder, key)
+            by_step = dict(sorted(found))
+            assert by_step == pytest.approx(dict(known)), (name, key)
+            assert len(found) == len(known) or name not in ONCE, (name, key)
+
+
+def require_whole(folder: Path, *, starts: int = 1, measure: str = "eval/bits_per_byte") -> str:
+    """Require every step in each logger's record; return the run's ids at the services."""
+    assert sorted(RECORDED) == NAMES, "each has its line"
+    losses: dict[int, Any] = dict(in_lines(folder, "train/loss"))
+    assert [step for step, _ in in_lines(folder, "train/loss")] == STEPS
+    assert dict(on_the_console(folder, "train/loss")) == pytest.approx(losses, abs=1e-4)
+    require_measures(folder, ["train/loss", measure])
+    if "wandb" in LOGGERS:
+        parts = sorted((folder / "wandb").glob("offline-run-*"))
+        assert len(parts) == starts
+        (name,) = {file.stem for part in parts for file in part.glob("run-*.wandb")}
+        assert name == f"run-{(folder / 'wandb' / 'id').read_text().strip()}"
+    ids = [(folder / name / "id").read_text().strip() for name in IDS if name in LOGGERS]
+    assert all(map(ID.fullmatch, ids))
+    return " ".join(ids)
 
 
 def of_pairs(tmp_path: Path) -> tuple[str, ...]:
@@ -49,40 +162,6 @@ def of_pairs_named() -> list[str]:
     """What records have of a step and an evaluation on pairs."""
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")
     return [key for name in names for key in (f"train/{name}", f"eval/{name}", f"eval/{name}_stories_pairs_ro")]
-
-
-def require_measures(folder: Path, keys: Sequence[str]) -> None:
-    """Require measures by the same names in each logger, wherever a record has them."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    written = b"".join(file.read_bytes() for file in folder.glob("wandb/*/run-*.wandb"))
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    for key in keys:
-        known = {record["step"]: record[key] for record in records if key in record}
-        assert {event.step: event.value for event in events.Scalars(key)} == pytest.approx(known), key
-        assert key.encode() in written
-        assert all(str(value).encode() in written for value in known.values()), key
-
-
-def require_whole(folder: Path, *, starts: int = 1, measure: str = "eval/bits_per_byte") -> str:
-    """Require every step once in each logger's record; return the run's id at W&B."""
-    assert LOGGERS == ["console", "jsonl", "tensorboard", "wandb"], "each has its line below"
-    lines = [line for line in (folder / "run.log").read_text().splitlines() if " loss " in line and "tok/s" in line]
-    assert [step for step in STEPS for line in lines if f"step {step}/3" in line][-1] == 3
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses: dict[int, Any] = {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
-    assert [record["step"] for record in records if "train/loss" in record] == STEPS
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    shown = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert shown == pytest.approx(losses)
-    assert len(events.Scalars("train/loss")) == len(STEPS)
-    parts = sorted((folder / "wandb").glob("offline-run-*"))
-    assert len(parts) == starts
-    (name,) = {file.stem for part in parts for file in part.glob("run-*.wandb")}
-    written = b"".join(file.read_bytes() for part in parts for file in part.glob("run-*.wandb"))
-    assert all(str(loss).encode() in written for loss in losses.values())
-    assert written.count(measure.encode()) > 1
-    assert ID.fullmatch(name.removeprefix("run-"))
-    return name
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.loggers.base import LoggerContext
-from tpu_experiments.loggers.wandb import ID, WandbLogger, run_id
+from tpu_experiments.loggers.tracked_run import ID, run_id
+from tpu_experiments.loggers.wandb import WandbLogger
 from tpu_experiments.storage.run_folder import RunFolder
 
 MakeContext = Callable[..., LoggerContext]

@@ -33,8 +33,10 @@ CHOICE = re.compile(r"\w[\w.-]*")
 LOGGERS = {
     "console.ConsoleLogger",
     "jsonl.JsonlLogger",
+    "mlflow.MlflowLogger",
     "probe.Probe",
     "tensorboard.TensorBoardLogger",
+    "trackio.TrackioLogger",
     "wandb.WandbLogger",
 }
 CALLBACKS = ("commands.RunCommand", "copies.CopyFolder", "limits.StopAfter", "metrics.WatchMetrics")

@@ -22,6 +22,7 @@ class MetricLogger(Protocol):
     * `image(step, *, tag, png)` receives pictures of the run, as PNG files.
     * `rows(step, labels)` receives `source:row` of every row of the global batch when a step is queued. A step may
       be repeated when the run is killed before its next checkpoint.
+    * `check(config, **options)`, a static method, refuses settings before anything is written.
     * `on_error = "drop"`: a logger that raises is logged and dropped, and the run continues.
     """
 

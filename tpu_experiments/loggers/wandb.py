@@ -3,8 +3,6 @@
 import html
 import io
 import os
-import re
-import secrets
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +10,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.redaction import redacted
 from tpu_experiments.loggers.base import LoggerContext
-from tpu_experiments.storage import paths
-from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.loggers.tracked_run import run_id
 from tpu_experiments.storage.spool import Mirror
-
-ID_FILE = "id"
-ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_NAME = 50
-"""Characters of the run's name in an id."""
 
 
 class WandbLogger:
@@ -76,20 +68,3 @@ class WandbLogger:
         """End the W&B run and upload its files to a remote run folder."""
         self._run.finish()
         self._mirror.close()
-
-
-def run_id(folder: RunFolder) -> str:
-    """Return the id in `<run>/wandb/id`, or write a new one there: the run's name, made plain, and a random part.
-
-    W&B refuses `:;,#?/'` in an id, points of two sweeps share their names, and an id that was deleted on its server is
-    refused as well, so neither the name nor a hash of the path will do.
-    """
-    place = folder.path("wandb", ID_FILE)
-    stored = paths.read_text(place).strip() if paths.exists(place) else ""
-    if ID.fullmatch(stored):
-        return stored
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-")[:MAX_NAME]
-    made = f"{plain or 'run'}-{secrets.token_hex(4)}"
-    paths.make_dirs(folder.path("wandb"))
-    paths.write_text_atomic(place, made + "\n")
-    return made
