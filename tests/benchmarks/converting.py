@@ -599,7 +599,7 @@ def rows(sources: Path, only: str) -> None:
 
 def runs(sources: Path, only: str) -> None:
     """Train every example in smoke form, by the command that the user has."""
-    print("| example | exit | last line |\n|---|---|---|")
+    print("| example | exit | held-out loss before | after | tokens |\n|---|---|---|---|---|")
     for number, case in enumerate(CASES):
         if not case.config or only not in case.name:
             continue
@@ -615,6 +615,7 @@ def runs(sources: Path, only: str) -> None:
             *("data_size=full", f"model.tokenizer_path={folder / 'tokenizer'}"),
             *(f"output_dir={folder / 'out'}", f"data.{name}.eval_fraction=0.1", "trainer.seq_len=512"),
             *("prepare.long_documents=drop", "logger=[console,jsonl]", "sample.max_new_tokens=0"),
+            *("trainer.max_stage_steps=3", "trainer.eval_every_steps=0", "hw.runtime=eager"),
             *("++model.tiny_arch.vocab_size=4096", "++model.tiny_arch.max_position_embeddings=1024"),
         ]
         done = subprocess.run(
@@ -622,8 +623,10 @@ def runs(sources: Path, only: str) -> None:
         )
         (folder / "stderr").write_text(done.stderr)
         (folder / "stdout").write_text(done.stdout)
-        last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:]
-        print(f"| {case.program}: {case.name} | {done.returncode} | {' '.join(last)[:200]} |", flush=True)
+        [result] = [*(folder / "out").rglob("result.json")] or [None]
+        found = {} if result is None else json.loads(result.read_text(encoding="utf-8"))
+        losses = f"{found.get('eval_loss_before')} | {found.get('eval_loss')} | {found.get('tokens')}"
+        print(f"| {case.program}: {case.name} | {done.returncode} | {losses} |", flush=True)
 
 
 def main() -> None:
