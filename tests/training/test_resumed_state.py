@@ -3,6 +3,9 @@
 import json
 import shutil
 
+import pytest
+from safetensors.torch import load_file
+
 from tests.training.runs import finished
 
 STAGED = (
@@ -56,3 +59,40 @@ def test_a_resume_in_mid_stage_has_the_averages_the_moments_and_the_seeds_of_the
     finished(*words, output_dir=tmp_path / "out")
     assert list(map(json.loads, seeds.read_text().splitlines())) == [[step, first[step]] for step in (7, 8)]
     assert {path.name: path.read_bytes() for path in last.glob("*.safetensors")} == whole
+
+
+OF_VOCABULARY = (
+    "model=mistral7b",
+    "debug=smoke",
+    "lora=all_linear_r8",
+    "lora.targets=[q_proj,up_proj,embed_tokens]",
+    "+lora.rank_pattern={q_proj: 3, embed_tokens: 2}",
+    "+lora.alpha_pattern={layers.0.mlp.up_proj: 4}",
+    "lora.modules_to_save=[norm]",
+    "+lora.trainable_token_indices={lm_head: [5, 9, 300]}",
+    "data=[sample_text]",
+    "trainer.max_stage_steps=4",
+    "trainer.eval_every_steps=2",
+    "trainer.max_eval_rows=4",
+    "sample.max_new_tokens=0",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=9",
+    "name=vocabulary",
+)
+
+
+@pytest.mark.xla
+def test_a_resume_has_the_patterns_the_modules_and_the_rows_of_the_whole_run(tmp_path):
+    finished(*OF_VOCABULARY, output_dir=tmp_path)
+    folder = tmp_path / "vocabulary"
+    last, adapter = folder / "checkpoints" / "step_00000004", folder / "adapter" / "adapter_model.safetensors"
+    files = [*last.glob("*.safetensors"), adapter]
+    whole = {path: path.read_bytes() for path in files}
+    assert len(whole) == 3
+    parts = {name.rpartition(".")[2] for name in load_file(last / "parameters.safetensors")}
+    assert {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta", "weight"} == parts
+    for path in (folder / "result.json", adapter):
+        path.unlink()
+    shutil.rmtree(last)
+    finished(*OF_VOCABULARY, output_dir=tmp_path)
+    assert {path: path.read_bytes() for path in files} == whole

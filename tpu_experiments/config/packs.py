@@ -21,6 +21,8 @@ def why_alone(config: Config) -> str | None:
         return f"lora.{key} gives each module a scale of its own, and a pack has one for each adapter"
     if lora.modules_to_save:
         return f"lora.modules_to_save=[{','.join(lora.modules_to_save)}] trains more than adapters"
+    if lora.trainable_token_indices:
+        return "lora.trainable_token_indices trains more than adapters"
     if lora.init not in DRAWN_BY_SHAPE:
         return f"lora.init={lora.init} depends on the base's weights"
     if config.model.linear != "plain":

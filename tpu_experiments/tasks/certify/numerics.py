@@ -23,7 +23,9 @@ from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.export.weights import whole_model
+from tpu_experiments.models.adapters.embeddings import adapted_embedding
 from tpu_experiments.models.adapters.lora import adapted_weights, require_read_by_peft
+from tpu_experiments.models.adapters.token_rows import token_rows, trained_rows_of
 from tpu_experiments.models.huggingface import HEADS, HuggingFaceModel, decoder_config
 from tpu_experiments.models.passes.forward import capped, has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of
 from tpu_experiments.models.passes.generation import Decoder
@@ -34,10 +36,18 @@ from tpu_experiments.models.sources.isolation import packed_row
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop
-from tpu_experiments.runtime.stacked import hugging_face_names, unstacked
+from tpu_experiments.runtime.stacked import (
+    EMBEDDING_PARTS,
+    TOKEN_ROWS,
+    hugging_face_names,
+    is_adapter_part,
+    unstacked,
+)
 
 DOCUMENTS = (19, 11)
 """Tokens of the two documents of a row: longer than any window of the small configs, and unequal."""
+NUM_TOKENS = 5
+"""Upper bound of the tokens whose rows are trained."""
 TOLERANCE = 1e-5
 """Of the largest logit; sums in another order move logits by 1e-6 of it."""
 GRADIENT_TOLERANCE = 1e-4
@@ -152,6 +162,9 @@ class SmallCheckpoint:
         self.folder, self.reference, self.name, self.lora = folder, reference, name, lora
         self.head, self.causal = head, causal
         self.vocabulary = int(decoder_config(reference.config).vocab_size)
+        if lora is not None and lora.trainable_token_indices:  # tokens that the rows have
+            tokens = self.rows(is_packed=True)["ids"][0, :NUM_TOKENS].unique().tolist()
+            self.lora = replace(lora, trainable_token_indices=dict.fromkeys(lora.trainable_token_indices, tokens))
 
     def rows(self, *, is_packed: bool) -> dict[str, Tensor]:
         """Return a row of two documents, or of one."""
@@ -173,6 +186,8 @@ class SmallCheckpoint:
                 if name.endswith("lora_B"):
                     names = hugging_face_names(name)
                     tensor.copy_(torch.cat([drawn(each, tensor) for each in names]).view_as(tensor))
+                elif name.endswith((EMBEDDING_PARTS[0], TOKEN_ROWS)):
+                    tensor.add_(drawn(name, tensor))
         return made
 
     def logits(self, built: BuiltModel, rows: Rows) -> Tensor:
@@ -221,7 +236,7 @@ class SmallCheckpoint:
 
         built = self.built(source, lora=self.lora)
         require_read_by_peft(built.module, self.lora)
-        targets = sorted({name.split(".")[-2] for name in adapted_weights(built.module)})
+        targets = sorted({name.split(".")[-2] for name in unstacked(dict(built.trainable)) if is_adapter_part(name)})
         whole, reason = self._with_adapter(source, built)
         theirs = alone(whole, rows)
         gradients = None
@@ -264,14 +279,17 @@ class SmallCheckpoint:
         ours = self._gradients(built, rows)
         parameters = dict(whole.named_parameters())
         theirs = {name: parameters[named(name)] for name in ours}
-        for parameter in theirs.values():
+        twins = _twins(theirs, parameters)
+        for parameter in (*theirs.values(), *twins.values()):
             parameter.requires_grad_(True)
         with _one_thread():
             loss = torch.zeros(())
             for ids in documents_of(rows):
                 loss = loss + self._loss(_logits(whole, ids), ids[0])
-            found = torch.autograd.grad(loss, list(theirs.values()), allow_unused=True)
-        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=True)}
+            found = torch.autograd.grad(loss, [*theirs.values(), *twins.values()], allow_unused=True)
+        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=False)}
+        for name, grad in zip(twins, found[len(theirs) :], strict=True):
+            by_name[name] = by_name[name] + (0 if grad is None else grad.T)
         largest = max(float(g.abs().max()) for g in by_name.values())
         shares = [
             float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
@@ -313,6 +331,7 @@ class SmallCheckpoint:
                 base_path=str(self.folder),
                 revision=None,
                 is_transposed=any(adapted_weights(built.module).values()),
+                tied=source.tied_names,
             )
             try:
                 base = read_back(self.folder, head=self.head)
@@ -323,9 +342,10 @@ class SmallCheckpoint:
         trained = {name: tensor.detach() for name, tensor in built.trainable.items()}
         model = whole_model(source, lora=self.lora, trained=trained)
         merged = read_back(self.folder, head=self.head)
+        vocabulary = {*token_rows(built.module), adapted_embedding(built.module)[0]}
         with torch.no_grad():
             for name, tensor in model.tensors():
-                if name in adapted_weights(built.module):
+                if name in adapted_weights(built.module) or name in vocabulary:
                     merged.get_parameter(source.outer_name(name)).copy_(tensor)
         return merged, reason
 
@@ -335,16 +355,18 @@ def _next_token_loss(module: nn.Module, leaves: Mapping[str, Tensor], rows: Rows
     if not has_plain_head(module):
         return row_losses(logits_of(module, leaves, rows), rows)[0].sum()
     hidden, head = hidden_of(module, leaves, rows)
-    return chunked_row_losses(hidden, head, rows, CHUNKED.terms(hidden, soft_cap=soft_cap_of(module)))[0].sum()
+    terms = CHUNKED.terms(hidden, soft_cap=soft_cap_of(module), rows_N=trained_rows_of(module))
+    return chunked_row_losses(hidden, head, rows, terms)[0].sum()
 
 
 def small_lora(lora: LoraConfig) -> LoraConfig:
     """Return adapters of a small rank with the same ratio of alpha to it, whose start is that of plain LoRA.
 
-    Modules that are trained whole, and ranks and alphas of single modules, are left out.
+    Modules that are trained whole, and ranks and alphas of single modules, are left out; rows are those of few tokens.
     """
     r, plain = min(lora.r, RANK), LoraConfig(r=1)
-    left_out = {name: getattr(plain, name) for name in (*PATTERNS, "modules_to_save", "ensure_weight_tying")}
+    left_out = {name: getattr(plain, name) for name in (*PATTERNS, "modules_to_save")}
+    left_out["trainable_token_indices"] = {name: list(range(1, NUM_TOKENS)) for name in lora.trainable_token_indices}
     return replace(lora, r=r, alpha=lora.alpha * r / lora.r, init="b_zero", dropout=0.0, **left_out)
 
 
@@ -362,7 +384,19 @@ def drawn(name: str, like: Tensor) -> Tensor:
     return torch.randn(shape, generator=generator) * 0.05
 
 
+def _twins(theirs: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return a tied head's parameters in PEFT, which are the embedding's transposed and share their memory."""
+    own = {name: p for name, p in theirs.items() if name.endswith(EMBEDDING_PARTS)}
+    known = {id(p) for p in theirs.values()}
+    others = {p.data_ptr(): p for p in parameters.values() if id(p) not in known}
+    return {name: others[p.data_ptr()] for name, p in own.items() if p.data_ptr() in others}
+
+
 def peft_name(name: str) -> str:
     """Return PEFT's name of an adapter's parameter in a model that it wraps."""
     path, _, part = name.rpartition(".")
+    if part == TOKEN_ROWS:
+        return f"base_model.model.{path}.token_adapter.{part}.default"
+    if part in EMBEDDING_PARTS:
+        return f"base_model.model.{name}.default"
     return f"base_model.model.{path}.{part}.default.weight"
