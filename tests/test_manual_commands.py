@@ -36,6 +36,8 @@ ELSEWHERE = {
 }
 
 
+LARGE_TOKEN = re.compile(r"\d{5,}")
+"""Tiny models have 4,096 tokens."""
 SIZES = ("rows", "group", "vector", "codebook")
 """Settings of task=quantize that are for larger models."""
 
@@ -81,6 +83,7 @@ def smoke_form(words: list[str]) -> list[str]:
     if task == "report":
         return [*(word for word in kept if not word.startswith("task.baseline=")), "task.runs=[RUN]"]
     kept = [word for word in kept if not word.startswith(("hw.", "trainer.max_stage_steps="))]
+    kept = [LARGE_TOKEN.sub(lambda found: found[0][-3:], word) if "token_indices" in word else word for word in kept]
     return [*kept, *(SMOKE[:2] if task == "prepare" else SMOKE)]
 
 

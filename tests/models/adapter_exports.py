@@ -25,7 +25,7 @@ def require_equal_exports(config: Config, folder: Path) -> Adapter:
         str(folder), parameters=run.parameters, initial=run.model.taken_out, lora=config.lora, base_path="base",
         revision=None, tied=run.model.source.tied_names,
     )  # fmt: skip
-    base = _base_of(run, config.seed)
+    base = base_of(run, config.seed)
     rows, given = _rows_and_masks(base)
     with torch.no_grad():
         ours = logits_of(run.model.module.eval(), run.parameters, rows)
@@ -35,7 +35,7 @@ def require_equal_exports(config: Config, folder: Path) -> Adapter:
     found = read_adapter(str(folder))
     source = run.model.source
     frozen = build_frozen(source, lora=found.lora, trained=found.tensors, place=lambda tensor, name: tensor)
-    plain = _base_of(run, config.seed)
+    plain = base_of(run, config.seed)
     plain.load_state_dict(dict(whole_model(source, lora=found.lora, trained=found.tensors).tensors()), strict=False)
     with torch.no_grad():
         again = logits_of(frozen.eval(), {}, rows)
@@ -51,8 +51,14 @@ def _rows_and_masks(base: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     return rows, {"input_ids": rows["ids"], "position_ids": rows["positions"], "attention_mask": masks}
 
 
-def _base_of(run: Run, seed: int) -> Any:
+def base_of(run: Run, seed: int) -> Any:
+    """Transformers' model of a run's base: drawn as the run drew it, or with the weights of its checkpoint."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
+    base, source = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32), run.model.source
+    if not source.random:
+        named = [name for name, _ in base.named_parameters()]
+        base.load_state_dict({item.name: item.tensor for item in source.weights(named)}, strict=False)
+        base.tie_weights()
+    return base

@@ -63,7 +63,7 @@ def gradients_of(make_config):
             runtime.folding = replace(runtime.folding, host=host)
         run = Run(config, runtime)
         for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
-            if name.endswith("lora_B"):
+            if name.endswith(("lora_B", "lora_embedding_A")):
                 parameter.add_(0.01)
         batch = runtime.put(random_batch(0, accumulation=2, rows=2, dropout=config.lora.dropout), rows_dim=1)
 
@@ -112,6 +112,22 @@ def test_layers_whose_adapters_are_equal_fold(gradients_of, alpha):
     folded = gradients_of("qwen05b", *chosen)
     assert all(is_stack(name) for name in folded[2].parameters)
     agree(folded, gradients_of("qwen05b", *chosen, eager=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen"),
+    [
+        ("qwen05b", "+lora.trainable_token_indices={embed_tokens: [7, 300, 4]}"),
+        ("mistral7b", "lora.targets=[q_proj,up_proj,embed_tokens]"),
+        ("gemma3_270m", "lora.targets=[q_proj,up_proj,embed_tokens]"),
+    ],
+)
+def test_folded_layers_with_rows_or_an_adapter_of_the_embedding_are_plain(gradients_of, model, chosen):
+    """Tied or not; the head has the rows too, and the adapter where it is tied to it."""
+    words = ["lora=all_linear_r8", chosen, "lora.ensure_weight_tying=true"]
+    folded = gradients_of(model, *words)
+    assert any(is_stack(name) for name in folded[2].parameters)
+    agree(folded, gradients_of(model, *words, eager=True))
 
 
 @pytest.mark.parametrize("names", ["lm_head,norm", "embed_tokens,layers.0.mlp"])

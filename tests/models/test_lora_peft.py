@@ -2,17 +2,19 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.models.adapter_exports import base_of
 from tests.training.tiny import ARCHITECTURES, Run, plain_config, random_batch
 from tpu_experiments.config.schema import Config
 from tpu_experiments.export.peft import write_adapter
 from tpu_experiments.models.passes.forward import attention_masks, logits_of, row_losses
 from tpu_experiments.runtime.eager import EagerRuntime
-from tpu_experiments.runtime.stacked import MAGNITUDE, is_adapter_part
+from tpu_experiments.runtime.stacked import EMBEDDING_PARTS, MAGNITUDE, TOKEN_ROWS, is_adapter_part
 
 pytestmark = [
     pytest.mark.xla,  # importing peft imports torch_xla
@@ -37,11 +39,9 @@ def pair(request, make_config):
 def with_peft(config: Config) -> tuple[Run, nn.Module]:
     """Our run and a PEFT model with the same base weights and the same adapter."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     run = Run(config, EagerRuntime(config.hw))
-    torch.manual_seed(config.seed)
-    base = AutoModelForCausalLM.from_config(plain_config(run), dtype=torch.float32)
+    base = base_of(run, config.seed)
     settings = LoraConfig(
         r=config.lora.r,
         lora_alpha=config.lora.alpha,
@@ -53,6 +53,7 @@ def with_peft(config: Config) -> tuple[Run, nn.Module]:
         alpha_pattern=config.lora.alpha_pattern,
         modules_to_save=config.lora.modules_to_save or None,
         ensure_weight_tying=config.lora.ensure_weight_tying,
+        trainable_token_indices=config.lora.trainable_token_indices or None,
     )
     model = get_peft_model(base, settings)
     named = dict(model.named_parameters())
@@ -66,6 +67,10 @@ def with_peft(config: Config) -> tuple[Run, nn.Module]:
 
 def peft_name(name: str) -> str:
     module, _, leaf = name.rpartition(".")
+    if leaf == TOKEN_ROWS:
+        return f"base_model.model.{module}.token_adapter.{leaf}.default"
+    if leaf in EMBEDDING_PARTS:
+        return f"base_model.model.{name}.default"
     if is_adapter_part(name):
         return f"base_model.model.{name}.default.weight"
     return f"base_model.model.{module}.modules_to_save.default.{leaf}"
@@ -89,9 +94,9 @@ def randomise_b(run: Run, model: nn.Module) -> None:
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in run.parameters.items():
-            if name.endswith("lora_B"):
+            if name.endswith("lora_B") or name.endswith(EMBEDDING_PARTS[0]):
                 value.copy_(torch.randn(value.shape, generator=generator) * 0.02)
-            elif name.endswith(MAGNITUDE):
+            elif name.endswith((MAGNITUDE, TOKEN_ROWS)):
                 value.mul_(1 + torch.rand(value.shape, generator=generator))
             named[peft_name(name)].copy_(value)
 
@@ -110,10 +115,36 @@ def require_equal_gradients(run: Run, model: nn.Module) -> None:
     loss.backward()
     reference = peft_loss(model, batch)
     reference.backward()
+    sum_tied_gradients(model)
     assert abs(loss.item() - reference.item()) < 1e-5
     named = dict(model.named_parameters())
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.grad, named[peft_name(name)].grad, atol=1e-5, rtol=1e-5)
+
+
+def tied_parts(model: nn.Module) -> dict[str, str]:
+    """The names of PEFT's parameters of a tied head's adapter, by those of the embedding's that they share."""
+    names = {name for name, _ in model.named_parameters()}
+    own, head = (f"base_model.model.{path}" for path in ("model.embed_tokens.lora_embedding_", "lm_head.lora_"))
+    pairs = {f"{own}{part}.default": f"{head}{other}.default.weight" for part, other in ("AB", "BA")}
+    return {name: twin for name, twin in pairs.items() if name in names and twin in names} if is_tied(model) else {}
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head's adapter is the embedding's."""
+    settings: Any = model.peft_config
+    return bool(settings["default"].ensure_weight_tying)
+
+
+def sum_tied_gradients(model: nn.Module) -> None:
+    """Add the gradients of a tied head's adapter to the embedding's.
+
+    PEFT 0.21 makes two parameters of one storage, each with a gradient.
+    """
+    named = dict(model.named_parameters())
+    for own, twin in tied_parts(model).items():
+        assert named[own].data_ptr() == named[twin].data_ptr()
+        named[own].grad = named[own].grad + named[twin].grad.T
 
 
 def test_twenty_steps_agree_with_peft(pair):
@@ -123,7 +154,8 @@ def test_twenty_steps_agree_with_peft(pair):
 def require_equal_steps(run: Run, model: nn.Module, *, num_steps: int) -> None:
     batches = [random_batch(i, lr=LR) for i in range(num_steps)]
     ours = run.losses(batches)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    again = tied_parts(model).values()  # an optimizer would update them a second time
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and name not in again]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
@@ -131,8 +163,9 @@ def require_equal_steps(run: Run, model: nn.Module, *, num_steps: int) -> None:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     for step, batch in enumerate(batches):
         loss = peft_loss(model, batch)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
+        sum_tied_gradients(model)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         assert abs(ours[step] - loss.item()) < 1e-5, f"step {step}"

@@ -99,6 +99,17 @@ def test_soft_cap_and_z_loss_are_the_written_out_ones(terms, trained):
     assert all((a - b).abs().max() > 1e-2 for a, b in zip(expected[::2], without[::2], strict=True)), "they matter"
 
 
+@pytest.mark.parametrize("terms", [{}, {"soft_cap": 2.0, "z_loss": 0.1}], ids=str)
+def test_rows_of_a_head_have_the_gradient_of_a_trained_head(place, terms):
+    """Targets are among them, and one is of no row."""
+    loop, device = place
+    rows_N = torch.tensor([7, 30, 2, 79])
+    found = with_gradients(chunked(loop, 7, rows_N=rows_N.to(device), **terms), *sample(), trained=True, device=device)
+    *expected, grad_VH = with_gradients(lambda *args: plain(*args, **terms), *sample(), trained=True)
+    alone = torch.zeros_like(grad_VH).index_copy(0, rows_N, grad_VH[rows_N])
+    assert_same(found, [*expected, alone])
+
+
 def test_evaluation_has_the_same_sums_and_no_gradient(place):
     loop, device = place
     hidden, head, batch = sample()

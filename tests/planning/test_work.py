@@ -256,6 +256,46 @@ def test_modules_that_are_trained_whole_are_counted_as_injected(model: str, name
     assert (base.base - memory.base) * 2**30 == pytest.approx(2 * matrices, abs=1)
 
 
+OF_EMBEDDING = "lora.targets=[q_proj,embed_tokens]"
+OF_ROWS = "+lora.trainable_token_indices={embed_tokens: [5, 7, 9], lm_head: [5, 7, 9]}"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("mistral7b", (OF_EMBEDDING,)),
+        ("mistral7b", ("lora.targets=[q_proj,embed_tokens,lm_head]",)),
+        ("mistral7b", (OF_ROWS,)),
+        ("qwen05b", (OF_EMBEDDING, "lora.ensure_weight_tying=true")),
+        ("qwen05b", ("lora.targets=[q_proj,lm_head]", "lora.ensure_weight_tying=true")),
+        ("gemma3_270m", (OF_EMBEDDING,)),
+        ("gemma3_270m", (OF_ROWS, "lora.modules_to_save=[norm]")),
+    ],
+)
+def test_what_is_trained_of_an_embedding_is_counted_as_injected(model: str, words: tuple[str, ...]) -> None:
+    config = composed(f"model={model}", *R16, *words, "hw=v5e1")
+    arch, lora = config.model.arch, config.lora
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**arch))
+    trained, decoder = inject(module, lora).trainable, read_decoder(arch)
+    saved = sum(map(math.prod, decoder.saved_by_name(lora).values()))
+    rows = decoder.hidden * sum(decoder.rows_by_name(lora).values())
+    assert decoder.adapter_parameters(lora) + saved + rows == trained
+    step = step_settings(config, resolve_stages(config)[0].geometry)
+    memory = analytic_memory(arch, step=step)
+    assert memory.adapters * 2**30 == pytest.approx(4 * trained)
+    assert memory.optimizer == pytest.approx(2 * memory.adapters)
+    plain = replace(lora, targets=[name for name in lora.targets if name.endswith("_proj")], trainable_token_indices={})
+    flops, without = (flops_of_token(arch, seq_len=256, lora=each) for each in (lora, plain))
+    per_rank = {"embed_tokens": decoder.hidden, "lm_head": decoder.hidden + decoder.vocab_size}
+    of_vocabulary = [name for name in lora.targets if name in per_rank]
+    if decoder.shares_adapter(lora):
+        of_vocabulary = list(per_rank)
+    assert flops.lora - without.lora == 3 * 2.0 * lora.r * sum(per_rank[name] for name in of_vocabulary)
+    assert not decoder.trains_head(lora)
+    assert flops.head == without.head
+
+
 @pytest.mark.parametrize("choice", [R16, (*R16, "lora.dora=true"), ("lora=none",), OF_MODULES])
 def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: tuple[str, ...]) -> None:
     """2.03 bytes for each trained element; norms, and B of k and v with 2,048 elements, have 8."""

@@ -207,11 +207,11 @@ def config_of(family: str) -> PretrainedConfig:
     return kind(**settable | FAMILIES[family])
 
 
-def verdicts_with(family: str, make_config: Callable[..., Config], folder: Path) -> dict[str, Check]:
-    """Return the numerics of a family's certificate, with whatever fault is there now."""
+def verdicts_with(family: str, make_config: Callable[..., Config], folder: Path, *more: str) -> dict[str, Check]:
+    """Return the numerics of a family's certificate, with whatever fault is there now and these words."""
     config_of(family).save_pretrained(folder / "model")
     words = ("task=certify", f"model.path={folder / 'model'}", "model.attention=flash", "model.size=full")
-    config = make_config(*words, "model.init=pretrained", "lora.targets=[all-linear]", f"task.checks={NUMERICS}")
+    config = make_config(*words, "model.init=pretrained", "lora.targets=[all-linear]", f"task.checks={NUMERICS}", *more)
     assert isinstance(config.task, CertifyTaskConfig)
     content = certified(config, config.task)
     return {check["name"]: Check(**check) for check in content["checks"]}

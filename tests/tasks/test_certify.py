@@ -162,6 +162,21 @@ def test_without_a_fault_all_is_right(family, make_config, tmp_path):
     assert {check.verdict for check in verdicts.values()} == {"right"}, verdicts
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("llama", ("lora.targets=[q_proj,embed_tokens]", "+lora.trainable_token_indices={lm_head: [5, 3000]}")),
+        ("gemma2", ("lora.targets=[q_proj,embed_tokens]", "lora.ensure_weight_tying=true")),
+        pytest.param("gemma2", ("+lora.trainable_token_indices={embed_tokens: [5]}",), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_trained_of_the_vocabulary_is_compared_too(family, words, make_config, tmp_path):
+    verdicts = verdicts_with(family, make_config, tmp_path, *words)
+    assert {check.verdict for check in verdicts.values()} == {"right"}, verdicts
+    assert verdicts["adapter"].figures["gradients"] is not None
+    assert "embed_tokens" in verdicts["adapter"].figures["targets"]
+
+
 # ---- tokenizers and templates -------------------------------------------------------------------------------
 
 

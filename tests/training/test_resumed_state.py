@@ -81,3 +81,40 @@ def test_a_fresh_schedule_free_optimizer_begins_at_the_average(tmp_path):
     assert sum(float(lags[f"{name}/{LAG}"].abs().max()) > 1e-6 for name in before) > len(before) / 2
     for name, p in before.items():
         torch.testing.assert_close(after[name], p + lags[f"{name}/{LAG}"], atol=1e-9, rtol=0)
+
+
+OF_VOCABULARY = (
+    "model=mistral7b",
+    "debug=smoke",
+    "lora=all_linear_r8",
+    "lora.targets=[q_proj,up_proj,embed_tokens]",
+    "+lora.rank_pattern={q_proj: 3, embed_tokens: 2}",
+    "+lora.alpha_pattern={layers.0.mlp.up_proj: 4}",
+    "lora.modules_to_save=[norm]",
+    "+lora.trainable_token_indices={lm_head: [5, 9, 300]}",
+    "data=[sample_text]",
+    "trainer.max_stage_steps=4",
+    "trainer.eval_every_steps=2",
+    "trainer.max_eval_rows=4",
+    "sample.max_new_tokens=0",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=9",
+    "name=vocabulary",
+)
+
+
+@pytest.mark.xla
+def test_a_resume_has_the_patterns_the_modules_and_the_rows_of_the_whole_run(tmp_path):
+    finished(*OF_VOCABULARY, output_dir=tmp_path)
+    folder = tmp_path / "vocabulary"
+    last, adapter = folder / "checkpoints" / "step_00000004", folder / "adapter" / "adapter_model.safetensors"
+    files = [*last.glob("*.safetensors"), adapter]
+    whole = {path: path.read_bytes() for path in files}
+    assert len(whole) == 3
+    parts = {name.rpartition(".")[2] for name in load_file(last / "parameters.safetensors")}
+    assert {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta", "weight"} == parts
+    for path in (folder / "result.json", adapter):
+        path.unlink()
+    shutil.rmtree(last)
+    finished(*OF_VOCABULARY, output_dir=tmp_path)
+    assert {path: path.read_bytes() for path in files} == whole

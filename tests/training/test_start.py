@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.hub import HubServer
 from tests.jobs import of_tiny_job
@@ -276,6 +276,40 @@ def test_an_adapter_with_ranks_of_single_modules_wants_the_same(make_config, tmp
         run = make_config(*words, *other, "name=y", f"start.run={tmp_path / 'x'}")
         with pytest.raises(ConfigError, match=r"it was trained with lora\.\w+_pattern.*; restore the values, or merge"):
             find_start(run, module)
+
+
+def test_an_adapter_with_rows_of_tokens_wants_the_same_over_the_same_matrix(make_config, tmp_path):
+    """Rows have an order; PEFT writes the matrix beside them where it has other rows than the base's config."""
+    words = ("lora.r=8", "lora.alpha=16", "model.size=tiny")
+    key = "+lora.trainable_token_indices="
+    first = make_config(*words, f"{key}{{embed_tokens: [7, 5]}}", "name=x", f"output_dir={tmp_path}")
+    folder = open_run(first)
+    folder.create(first)
+    source = HuggingFaceModel(first.model, seed=0)
+    module, _ = describe(source, lora=first.lora)
+    drawn = {n: torch.zeros(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    write_adapter(
+        folder.path("adapter"), parameters=drawn, initial={}, lora=first.lora, base_path="tiny", revision=None
+    )
+    start = f"start.run={tmp_path / 'x/adapter'}"
+    same = make_config(*words, f"{key}{{embed_tokens: [7, 5]}}", "name=y", start)
+    assert find_start(same, module).kind == "adapter"
+    for tokens in ("{embed_tokens: [5, 7]}", "{embed_tokens: [7, 6]}"):
+        config = make_config(*words, f"{key}{tokens}", "name=y", start)
+        told = r"write .* '\+lora.trainable_token_indices=\{model.embed_tokens:\[7,5\]\}'"
+        with pytest.raises(ConfigError, match=told):
+            find_start(config, describe(source, lora=config.lora)[0])
+        run = make_config(*words, f"{key}{tokens}", "name=y", f"start.run={tmp_path / 'x'}")
+        with pytest.raises(ConfigError, match=r"it was trained with lora.trainable_token_indices.*; restore"):
+            find_start(run, describe(source, lora=run.lora)[0])
+    file = tmp_path / "x/adapter/adapter_model.safetensors"
+    (base,) = source.weights(["model.embed_tokens.weight"])
+    beside = {"base_model.model.model.embed_tokens.token_adapter.base_layer.weight": base.tensor}
+    save_file({**load_file(file), **beside}, file)
+    assert find_start(same, module).kind == "adapter"
+    save_file({**load_file(file), **{name: tensor + 1 for name, tensor in beside.items()}}, file)
+    with pytest.raises(ConfigError, match=r"it holds a model.embed_tokens.weight .* that is not the one of model"):
+        find_start(same, module)
 
 
 @pytest.mark.parametrize("source", ["x", "x/adapter"])

@@ -27,7 +27,7 @@ from tpu_experiments.models.adapters.lora import A, B, effects, num_changed
 from tpu_experiments.models.sources.buffers import persistent_buffers
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.runtime.base import Runtime
-from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude
+from tpu_experiments.runtime.stacked import is_adapter_part
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import described, group_in, not_finite, unequal
 
@@ -70,15 +70,15 @@ class TrainedEvidence:
         self._halves: dict[str, Tensor] = {}
         """A or B of modules whose other half is in a later file."""
         self._of_other_length: set[str] = set()
-        """Modules whose rows have other lengths (DoRA) or scales (LR-QAT) than at first: an effect even where B A is
-        zero."""
+        """Modules whose rows have other lengths (DoRA) or scales (LR-QAT) than at first, or other values (tokens), and
+        embeddings: an effect even where B A is zero."""
 
     def add(self, tensors: Tensors) -> None:
         """Add the tensors of one file."""
         self._num_tensors += len(tensors)
         self._num_changed += num_changed(tensors, self._start.fingerprints)
         if self._start.is_adapter:
-            lengths = {n: t for n, t in tensors.items() if is_magnitude(n) or is_learnt_scale(n)}
+            lengths = {n: t for n, t in tensors.items() if is_adapter_part(n) and not n.endswith((A, B))}
             moved = (name for name, t in lengths.items() if num_changed({name: t}, self._start.fingerprints))
             self._of_other_length |= {name.rpartition(".")[0] for name in moved}
             known = {**self._halves, **{name: t for name, t in tensors.items() if name.endswith((A, B))}}

@@ -15,7 +15,15 @@ from tpu_experiments.config.errors import ConfigError, failure_of, suggest
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import PACKAGE
 from tpu_experiments.config.mesh import mesh_of
-from tpu_experiments.config.model_schema import AXES, OF_ROUNDED, PATTERNS, SAVABLE, has_patterns, pattern_problem
+from tpu_experiments.config.model_schema import (
+    AXES,
+    OF_ROUNDED,
+    PATTERNS,
+    SAVABLE,
+    LoraConfig,
+    has_patterns,
+    pattern_problem,
+)
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.places import Kind, place_problem
 from tpu_experiments.config.rollout_schema import rollout_problems
@@ -353,6 +361,7 @@ def _variants(config: Config) -> list[str]:
     if not all(lora.modules_to_save):
         problems.append("lora.modules_to_save has an empty name, which every module ends with; name modules.")
     problems += _of_experts(config) if lora.target_parameters else []
+    problems += _token_rows(lora)
     for key in PATTERNS:
         problems += _patterns(f"lora.{key}", getattr(lora, key), has_adapters=lora.r > 0)
     return problems
@@ -372,6 +381,16 @@ def _of_experts(config: Config) -> Iterator[str]:
         yield f"{given} with lora.init={lora.init}; use lora.init=b_zero or a_zero."
     if config.model.linear != "plain":
         yield f"{given} with model.linear={config.model.linear}; experts are not rounded; use model.linear=plain."
+
+
+def _token_rows(lora: LoraConfig) -> Iterator[str]:
+    """Yield what is wrong with rows that are trained."""
+    key, given = "lora.trainable_token_indices", lora.trainable_token_indices
+    if given and lora.r == 0:
+        yield f"{key} with lora=none; all weights are trained; leave it out, or use adapters (lora=all_linear_r16)."
+    for name, tokens in given.items():
+        if not tokens or min(tokens) < 0 or len(set(tokens)) < len(tokens):
+            yield f"{key} has {name!r}: {tokens!s:.60}; name at least one token, each once, by its id from 0."
 
 
 def _patterns(key: str, patterns: Mapping[str, float], *, has_adapters: bool) -> Iterator[str]:
@@ -658,6 +677,16 @@ def _adapters_of_server(config: Config) -> list[str]:
         f"lora.target_parameters=[{', '.join(config.lora.target_parameters)}]": (
             bool(config.lora.target_parameters),
             "vLLM loads adapters of experts in another layout",
+            "leave it out, or use rollout=default",
+        ),
+        "lora.trainable_token_indices": (
+            bool(config.lora.trainable_token_indices),
+            "vLLM loads no rows of embeddings",
+            "leave it out, or use rollout=default",
+        ),
+        f"model.vocab_size={config.model.vocab_size}": (
+            config.model.vocab_size is not None,
+            "its base has the checkpoint's rows",
             "leave it out, or use rollout=default",
         ),
         f"model.linear={config.model.linear}": (

@@ -64,6 +64,11 @@ class ModelConfig:
     """Hub revision (commit or tag); null is the newest. Of a GGUF file `sha256:` and its SHA-256, which a run keeps."""
     tokenizer_path: str | None = place("model", default=None)
     """Folder or Hub id of the tokenizer; null is `path`."""
+    added_tokens: list[str] = field(default_factory=list)
+    """Special tokens that the tokenizer gets where it lacks them, as those of a chat template; each is one id."""
+    vocab_size: int | None = number(default=None, at_least=1, at_most=2**24)
+    """Rows of the embedding and the head; those that the checkpoint lacks start as the mean of its own. null: its
+    own."""
     remote_code: str = choice("refuse", "ignore", "run", default="refuse")
     """Treatment of a checkpoint or tokenizer that contains Python code (`auto_map`). `refuse` stops. `ignore` uses
     transformers' own class for the model type. `run` executes the code with your permissions, as transformers'
@@ -203,12 +208,17 @@ class LoraConfig:
     """Modules that are trained whole beside the adapters, as PEFT's: ends of their names, such as `lm_head`,
     `embed_tokens` or `norm` (which every name that ends so matches)."""
     ensure_weight_tying: bool = False
-    """Whether an embedding of `modules_to_save` that is also the head (tie_word_embeddings) is trained as both; PEFT
-    would train a copy beside it otherwise, and here it is refused."""
+    """Whether an embedding of `modules_to_save` that is also the head (tie_word_embeddings) is trained as both, and one
+    of `targets` has one adapter for both; PEFT would train a copy beside it, or adapt one of the two, otherwise."""
+    trainable_token_indices: dict[str, list[int]] = field(default_factory=dict)
+    """Rows that are trained whole beside the adapters, as PEFT's: the end of the name of the embedding or head
+    (`embed_tokens`, `lm_head`) to token ids. A head that is the embedding (tie_word_embeddings) has the same rows."""
 
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """Settings of adapters by the names of their modules."""
+OF_VOCABULARY = ("trainable_token_indices", "ensure_weight_tying")
+"""Settings of what is trained of an embedding and its head."""
 Value = TypeVar("Value")
 
 
@@ -266,6 +276,16 @@ def is_saved(name: str, lora: LoraConfig) -> bool:
     parts = name.split(".")[:-1]
     outer = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(each.endswith(tuple(lora.modules_to_save)) for each in outer)
+
+
+def is_named(name: str, end: str) -> bool:
+    """Return whether a module's name is `end`, or ends with it from a dot on."""
+    return name == end or name.endswith(f".{end}")
+
+
+def tokens_of(lora: LoraConfig, name: str) -> list[int]:
+    """Return the tokens whose rows of a module are trained."""
+    return next((list(tokens) for key, tokens in lora.trainable_token_indices.items() if is_named(name, key)), [])
 
 
 def has_patterns(lora: LoraConfig) -> bool:

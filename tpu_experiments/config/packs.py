@@ -23,6 +23,8 @@ def why_alone(config: Config) -> str | None:
         return f"lora.modules_to_save=[{','.join(lora.modules_to_save)}] trains more than adapters"
     if lora.target_parameters:
         return f"lora.target_parameters=[{','.join(lora.target_parameters)}] gives each expert an adapter of its own"
+    if lora.trainable_token_indices:
+        return "lora.trainable_token_indices trains more than adapters"
     if lora.init not in DRAWN_BY_SHAPE:
         return f"lora.init={lora.init} depends on the base's weights"
     if config.model.linear != "plain":

@@ -78,6 +78,8 @@ class Card:
     rank: int = 0
     """Rank of the adapter in the files; 0 where the model has none."""
     is_dora: bool = False
+    vocab_size: int | None = None
+    """Rows of the embedding, where the base has fewer."""
     unfit: str = ""
     """Why vLLM does not compute with the adapter as PEFT does; empty where it does."""
     datasets: list[str] = field(default_factory=list)
@@ -175,6 +177,7 @@ def adapter_code(
     of_adapter: str = "",
     trust: str = "",
     auto: str = "AutoModelForCausalLM",
+    vocab_size: int | None = None,
 ) -> list[str]:
     """Return the lines that load an adapter over its base, of NF4 as it was held in training.
 
@@ -183,6 +186,7 @@ def adapter_code(
         of_base: further arguments for the base, each with a comma before it; `of_adapter` likewise.
         trust: the argument that has the model's own code run, likewise.
         auto: class of the base.
+        vocab_size: rows of its embedding that it was trained with; None: the base's own.
     """
     is_nf4 = held == "nf4"
     return [
@@ -191,6 +195,7 @@ def adapter_code(
         *([NF4_CONFIG.format(double=double_quant, dtype=dtype)] if is_nf4 else []),
         f'base = {auto}.from_pretrained({_literal(base)}, dtype="{dtype}"'
         f"{', quantization_config=nf4' if is_nf4 else ''}{of_base}{trust})",
+        *([] if vocab_size is None else [f"base.resize_token_embeddings({vocab_size})"]),
         f"model = PeftModel.from_pretrained(base, {_literal(place)}{of_adapter})",
         f"tokenizer = AutoTokenizer.from_pretrained({_literal(place)}{of_adapter}{trust})",
     ]
@@ -254,6 +259,7 @@ def _usage(card: Card, *, place: str, files: Sequence[str], subfolder: str | Non
             auto=card.auto,
             of_adapter=within,
             trust=trust,
+            vocab_size=card.vocab_size,
         )
         blocks += [*_code_of(card, code), *_about_base(card)]
         over = (

@@ -15,11 +15,27 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tpu_experiments.config.model_schema import LoraConfig, Value, has_patterns, is_saved, pattern_key, value_of_pattern
+from tpu_experiments.config.model_schema import (
+    LoraConfig,
+    Value,
+    has_patterns,
+    is_saved,
+    pattern_key,
+    tokens_of,
+    value_of_pattern,
+)
 from tpu_experiments.export.generation import GENERATION_CONFIG
 from tpu_experiments.export.tokenizer import write_tokenizer
 from tpu_experiments.models.adapters.experts import MATRICES
-from tpu_experiments.runtime.stacked import adapter_of, is_adapter_part, is_of_parameter, weight_of
+from tpu_experiments.runtime.stacked import (
+    EMBEDDING_PARTS,
+    TOKEN_ROWS,
+    adapter_of,
+    is_adapter_part,
+    is_of_parameter,
+    is_of_rows,
+    weight_of,
+)
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.given_folders import ADAPTER_CONFIG, ADAPTER_FILE
 
@@ -29,6 +45,8 @@ DECODER = "model.language_model."
 LOW_RANK = ("lora_A", "lora_B")
 INNER = ".base_layer"
 """Last part of the name of what PEFT has wrapped."""
+ROWS, BASE_LAYER = ".token_adapter", INNER
+"""Parts of PEFT's names of trained rows, and of the weight of a module with an adapter or rows."""
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
 DECODER_TASK = "CAUSAL_LM"
@@ -57,7 +75,8 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the adapter of host tensors `parameters` (`<module>.lora_A`, `.lora_B`, `.lora_magnitude_vector`).
 
-    Those of experts are `<module>.parameter_adapters.<matrix>.lora_A` and `.lora_B`.
+    Those of experts are `<module>.parameter_adapters.<matrix>.lora_A` and `.lora_B`, an embedding's `.lora_embedding_A`
+    and `.lora_embedding_B`, and trained rows `.trainable_tokens_delta`.
 
     Tensors of other names were trained whole: those of `lora.modules_to_save`, and a classifier's head. Of
     rounded weights (`.lora_weight_scale`) the `peft_type` is one that PEFT does not know: it would add B A to the base.
@@ -79,6 +98,7 @@ def write_adapter(
     tensors, whole = without_start(parameters, initial=initial, lora=lora)
     layout = {_outer_name(name): t.detach().contiguous() for name, t in written_experts(tensors).items()}
     for name, others in (tied or {}).items():
+        layout |= _of_tied_head(tensors, name.removesuffix(".weight"), others) if lora.ensure_weight_tying else {}
         layout |= {_outer_name(each): tensors[name].detach().clone() for each in others if name in tensors}
     paths.make_dirs(folder)
     content = save(layout, metadata={"format": "pt"})
@@ -100,7 +120,12 @@ def write_adapter(
     config |= {"ensure_weight_tying": True} if lora.ensure_weight_tying else {}
     matrices = _matrices(parameters)
     config |= {"target_parameters": matrices} if matrices else {}
-    names = {name: inner_name(name) for name in (*_modules(parameters), *matrices)}
+    rows = {name.rpartition(".")[0] for name in parameters if is_of_rows(name)}
+    config |= (
+        {"trainable_token_indices": {name: tokens_of(lora, inner_name(name)) for name in sorted(rows)}} if rows else {}
+    )
+    shared = [each.removesuffix(".weight") for others in (tied or {}).values() for each in others]
+    names = {name: inner_name(name) for name in (*_modules(parameters), *matrices, *shared)}
     if has_patterns(whole):
         config["rank_pattern"] = renamed(whole.rank_pattern, names, default=whole.r)
         config["alpha_pattern"] = renamed(whole.alpha_pattern, names, default=whole.alpha)
@@ -213,6 +238,8 @@ def read_layout(
     found = {inner_name(key): tensor for key, tensor in layout.items()}
     for first, others in (tied or {}).items():
         again = [inner_name(each) for each in others if inner_name(first) in found]
+        if f"{inner_name(first).removesuffix('.weight')}.{EMBEDDING_PARTS[0]}" in found:
+            again += [f"{inner_name(each).removesuffix('.weight')}.{part}" for each in others for part in LOW_RANK]
         found = {name: tensor for name, tensor in found.items() if name not in again}
     for name, start in initial.items():
         rank = start.shape[0] if name.endswith("lora_A") else start.shape[1]
@@ -220,13 +247,22 @@ def read_layout(
     return read_experts(found, ranks=ranks or {})
 
 
+def _of_tied_head(tensors: Mapping[str, Tensor], embedding: str, heads: Iterable[str]) -> dict[str, Tensor]:
+    """Return A and B of heads that are tied to an adapted embedding, which are its B and A transposed."""
+    pair = [tensors.get(f"{embedding}.{part}") for part in EMBEDDING_PARTS]
+    names = [_outer_name(f"{head.removesuffix('.weight')}.{part}") for head in heads for part in reversed(LOW_RANK)]
+    return {name: own.detach().t().contiguous() for name, own in zip(names, pair * 2, strict=False) if own is not None}
+
+
 def _outer_name(name: str) -> str:
+    if is_of_rows(name):
+        return f"{PREFIX}{name.removesuffix(f'.{TOKEN_ROWS}')}{ROWS}.{TOKEN_ROWS}"
     return f"{PREFIX}{name}.weight" if name.endswith(LOW_RANK) else f"{PREFIX}{name}"
 
 
 def inner_name(key: str) -> str:
     """Return the name, of a tensor or module in PEFT's layout, that it has in a decoder."""
-    name = key.removeprefix(PREFIX)
+    name = key.removeprefix(PREFIX).replace(f"{ROWS}.", ".").replace(f"{BASE_LAYER}.", ".")
     short = name.removesuffix(".weight")
     name = short if is_adapter_part(short) else name
     return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
@@ -255,7 +291,8 @@ def adapter_config(
 
 def _modules(parameters: Mapping[str, Tensor]) -> list[str]:
     """Return the full names of the adapted modules, which are exact also where targets are globs."""
-    parts = [name for name in parameters if is_adapter_part(name) and not is_of_parameter(name)]
+    others = (is_of_parameter, is_of_rows)
+    parts = [name for name in parameters if is_adapter_part(name) and not any(is_one(name) for is_one in others)]
     return sorted({name.rpartition(".")[0] for name in parts})
 
 

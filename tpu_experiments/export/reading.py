@@ -16,6 +16,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import (
     LoraConfig,
     ModelConfig,
+    is_named,
     is_saved,
     is_target_parameter,
     lora_of,
@@ -36,13 +37,24 @@ from tpu_experiments.export.peft import (
     wrapped,
 )
 from tpu_experiments.models.adapters.experts import MATRICES
-from tpu_experiments.runtime.stacked import LEARNT_SCALE, MAGNITUDE, is_adapter_part, is_of_parameter, weight_of
+from tpu_experiments.runtime.stacked import (
+    EMBEDDING_PARTS,
+    LEARNT_SCALE,
+    MAGNITUDE,
+    TOKEN_ROWS,
+    is_adapter_part,
+    is_of_linear,
+    is_of_parameter,
+    is_of_rows,
+    weight_of,
+)
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.storage.tensors import require_finite
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 EXPERTS, OF_ONE_EXPERT = "experts", re.compile(r"\.experts\.\d+\.")
 """End of the name of a module of experts in transformers; what names of adapters had in its version 4."""
+EMBEDDING_A, EMBEDDING_B = (f".{part}" for part in EMBEDDING_PARTS)
 REFUSED = (
     "lora_bias",
     "alora_invocation_tokens",
@@ -52,6 +64,8 @@ REFUSED = (
     "kasa_config",
 )
 """Fields of PEFT's LoraConfig (0.21) that change or extend what an adapter computes; LoRA and DoRA have them empty."""
+WHOLE = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of the embedding and the head, by which PEFT knows them."""
 OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base unchanged; with others PEFT changes the base when it loads."""
 
@@ -64,7 +78,7 @@ class Adapter:
     """Rank, scale and targets; the targets are the full names of the modules that have tensors."""
     tensors: dict[str, Tensor]
     """A and B of every adapted module, with DoRA the lengths of its rows, of rounded weights their scales, and of a
-    classifier its head."""
+    classifier its head; rows of tokens, and an embedding's own weight where PEFT wrote that with its adapter."""
     base: str
     """Name or path of its base model as in adapter_config.json; may be empty."""
     rounded: dict[str, Any] | None = None
@@ -99,7 +113,8 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
             f"{folder}; {alone} is of one expert, which transformers 5 holds with the others; load it over its base "
             "with PEFT and save it again, which writes the form that is read here."
         )
-    layout = _without_tied(layout, lora)
+    names = {inner_name(name): name for name in sorted(_names_of_settings(layout, lora))}
+    layout = _without_tied(_without_rows_of_head(layout, config.get("trainable_token_indices")), lora)
     dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
     is_refused = config.get("task_type") == CLASSIFIER and not has_head and lora.modules_to_save
     more = [
@@ -124,10 +139,10 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
     absent = [name for name in lora.modules_to_save if not any(map(partial(_is_of, module=name), layout))]
     if absent:
         raise ConfigError(f"{place}; modules_to_save has {absent[0]}, and the file no tensor of it; copy it again.")
-    names = {inner_name(name): name for name in sorted(_names_of_settings(layout, lora))}
-    owners = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name)})
+    owners = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name) and not is_of_rows(name)})
     targets = [name for name in owners if not is_of_parameter(name)]
-    lacking = [name for name in targets if dora and f"{name}.{MAGNITUDE}" not in tensors]
+    linears = sorted({name.rpartition(".")[0] for name in tensors if is_of_linear(name) and not is_of_parameter(name)})
+    lacking = [name for name in linears if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
         raise ConfigError(
             f"{place}; use_dora=true and {lacking[0]} has no {MAGNITUDE}; write or copy it again, or set "
@@ -139,6 +154,7 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         target_parameters=[weight_of(name) for name in owners if is_of_parameter(name)],
         rank_pattern=renamed(lora.rank_pattern, names, default=lora.r),
         alpha_pattern=renamed(lora.alpha_pattern, names, default=lora.alpha),
+        trainable_token_indices=_tokens(config.get("trainable_token_indices"), tensors, place=place),
     )
     rounded = dict(config.get("rounded") or {}) if is_rounded else None
     return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""), rounded=rounded)
@@ -210,16 +226,74 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float],
     return {name: kind(value) for name, value in given.items()}
 
 
+def _without_rows_of_head(layout: dict[str, Tensor], given: Any) -> dict[str, Tensor]:
+    """Return the tensors without the embedding's rows once more, as those of a tied head that no key names.
+
+    PEFT writes them where it writes embeddings whole, because they were resized.
+    """
+    rows = {name: inner_name(name).rpartition(".")[0] for name in layout if name.endswith(TOKEN_ROWS)}
+    keys = [inner_name(key) for key in given] if isinstance(given, dict) else ["embed_tokens"]
+    unnamed = {name for name, module in rows.items() if not any(is_named(module, key) for key in keys)}
+    firsts = [layout[name] for name in rows if name not in unnamed]
+    again = {name for name in unnamed if _is_one_of(layout[name], firsts)}
+    return {name: tensor for name, tensor in layout.items() if name not in again}
+
+
 def _without_tied(layout: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Return the tensors without the head that PEFT writes once more where it is trained as the embedding."""
+    """Return the tensors without those of the head that PEFT writes once more where it is trained as the embedding."""
+    firsts = [tensor for name, tensor in layout.items() if inner_name(name).endswith(WHOLE[0])]
+    heads = [n for n in layout if inner_name(n).endswith(WHOLE[1]) and not is_saved(n.removeprefix(PREFIX), lora)]
+    again = {name for name in heads if _is_one_of(layout[name], firsts)}
+    layout = {name: tensor for name, tensor in layout.items() if name not in again}
     if not lora.ensure_weight_tying:
-        return dict(layout)
+        return layout
     saved = [tensor for name, tensor in layout.items() if is_saved(name.removeprefix(PREFIX), lora)]
+    saved += [tensor.t() for name, tensor in layout.items() if name.endswith((EMBEDDING_A, EMBEDDING_B))]
     return {
         name: tensor
         for name, tensor in layout.items()
-        if is_saved(name.removeprefix(PREFIX), lora) or not any(torch.equal(tensor, each) for each in saved)
+        if is_saved(name.removeprefix(PREFIX), lora) or not _is_one_of(tensor, saved)
     }
+
+
+def _is_one_of(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(torch.equal(tensor, each) for each in others)
+
+
+def _tokens(given: Any, tensors: Mapping[str, Tensor], *, place: str) -> dict[str, list[int]]:
+    """Return the tokens of the rows among an adapter's tensors, by the name of the module.
+
+    A list is of the embedding; a key without rows is of a head that is tied to it.
+
+    Raises:
+        ConfigError: they are no tokens, or not as many as there are rows.
+    """
+    modules = [name.rpartition(".")[0] for name in tensors if is_of_rows(name)]
+    table = dict.fromkeys(modules, given) if isinstance(given, list) else given or {}
+    if isinstance(table, dict):
+        table = {inner_name(key): tokens for key, tokens in table.items()}
+    lists = list(table.values()) if isinstance(table, dict) else [table]
+    for each in lists:
+        are_tokens = isinstance(each, list) and all(type(token) is int and token >= 0 for token in each)
+        if not are_tokens or len(set(each)) != len(each):
+            raise ConfigError(
+                f"{place}; trainable_token_indices={given!r:.60}; it must be a list of different token ids, or a table "
+                f"of such lists, in the {ADAPTER_CONFIG} beside it; copy it again."
+            )
+    found = {name: next((list(table[key]) for key in table if is_named(name, key)), []) for name in modules}
+    for name, tokens in found.items():
+        rows = tensors[f"{name}.{TOKEN_ROWS}"]
+        if rows.ndim != 2 or len(rows) != len(tokens):
+            raise ConfigError(
+                f"{place}; {name} has rows {tuple(rows.shape)} and trainable_token_indices {len(tokens)} tokens of it; "
+                "the two files do not belong together: copy them again."
+            )
+    absent = [key for key in table if not any(is_named(name, key) or found[name] == table[key] for name in modules)]
+    if absent:
+        raise ConfigError(
+            f"{place}; trainable_token_indices has {absent[0]}, and the file no rows of it; copy it again."
+        )
+    return found
 
 
 def _is_of(key: str, *, module: str) -> bool:
@@ -229,7 +303,8 @@ def _is_of(key: str, *, module: str) -> bool:
 
 def _module_of(key: str) -> str:
     """Return the name of the module that a tensor of A or B is of, as in the file; empty for another."""
-    found = next((key.removesuffix(part) for part in (A, B) if key.endswith(part)), "")
+    ends = (A, B, EMBEDDING_A, EMBEDDING_B)
+    found = next((key.removesuffix(part) for part in ends if key.endswith(part)), "")
     return found.removeprefix(PREFIX)
 
 
@@ -284,7 +359,8 @@ def _more_in(config: Mapping[str, Any]) -> Iterator[str]:
 def _more_among(layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: bool) -> Iterator[str]:
     """Yield the first tensor, if any, that is neither A (r, in), B (out, r), DoRA's lengths (out,) nor trained whole.
 
-    Nor trained scales (out, groups) of rounded weights.
+    Nor trained scales (out, groups) of rounded weights, A (r, tokens) and B (features, r) of an embedding, rows of
+    tokens, or an embedding or head that PEFT writes whole.
     """
     of_experts = set(wrapped(_matrices_in(layout, lora)).values())
     for name, tensor in sorted(layout.items()):
@@ -294,7 +370,10 @@ def _more_among(layout: Mapping[str, Tensor], *, lora: LoraConfig, is_rounded: b
             continue
         if is_rounded and name.endswith(f".{LEARNT_SCALE}") and tensor.ndim == 2:
             continue
-        rank_dim, r = 0 if name.endswith(A) else 1, lora_of(lora, _module_of(name)).r
-        if not name.endswith((A, B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:
+        # PEFT writes an embedding or head whole that is adapted, or of another size than its base's.
+        if (is_of_rows(name) or inner_name(name).endswith(WHOLE)) and tensor.ndim == 2:
+            continue
+        rank_dim, r = 0 if name.endswith((A, EMBEDDING_A)) else 1, lora_of(lora, _module_of(name)).r
+        if not name.endswith((A, B, EMBEDDING_A, EMBEDDING_B)) or tensor.ndim != 2 or tensor.shape[rank_dim] != r:
             yield f"{name} {tuple(tensor.shape)} with r={r}"
             return

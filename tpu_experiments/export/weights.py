@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import ALL_LINEAR, LoraConfig, is_target, lora_of
 from tpu_experiments.models.adapters.lora import (
     MAGNITUDE,
@@ -15,13 +16,14 @@ from tpu_experiments.models.adapters.lora import (
     B,
     lengths_of_rows,
     scale_of,
+    shared_parameters,
 )
 from tpu_experiments.models.adapters.low_rank_qat import decoded
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.buffers import persistent_buffers, shapes_of_buffers
 from tpu_experiments.models.sources.frozen import TrainedModel
-from tpu_experiments.runtime.stacked import adapter_of
+from tpu_experiments.runtime.stacked import EMBEDDING_PARTS, adapter_of
 
 
 @dataclass
@@ -69,6 +71,8 @@ class WholeModel:
     is_transposed: bool
     """Whether adapted weights are (in, out), as in GPT-2's Conv1D."""
     read: Callable[[Effect | None, torch.dtype], Iterator[tuple[str, Tensor]]] = field(repr=False)
+    parted: str = ""
+    """Why no set of weights is the model, as a sentence; empty where one is."""
 
     def tensors(
         self, *, effect: Effect | None = None, dtype: torch.dtype = torch.float32
@@ -110,15 +114,18 @@ def whole_model(
     empty, buffers = dict(plain.named_parameters()), persistent_buffers(plain)
     own = [name for name in empty if name not in trained]
     model.require_whole(own)
+    parted = _parted(model, plain)
 
     def read(effect: Effect | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        if parted:
+            raise ConfigError(parted)
         bases = source.weights(own)
         for name in empty:
-            if name in trained:
+            if name in trained and name not in (*model.rows, *model.adapted, model.embedding):
                 yield name, model.finite(name)
                 continue
-            base, merged = _begun_and_ended(model, next(bases))
-            if effect is not None and name in model.adapted:
+            base, merged = _begun_and_ended(model, Named(name, model.finite(name)) if name in trained else next(bases))
+            if effect is not None and (name in model.adapted or merged is not base):
                 effect.add(base, merged, dtype=dtype)
             del base  # otherwise it stays allocated while the next one is read
             yield name, merged
@@ -127,7 +134,20 @@ def whole_model(
 
     held = {name: parameter.detach() for name, parameter in empty.items()} | shapes_of_buffers(buffers)
     is_transposed = any(model.linears.values())
-    return WholeModel(source.export_config, type(plain).__name__, held, _linears(model, plain), is_transposed, read)
+    return WholeModel(
+        source.export_config, type(plain).__name__, held, _linears(model, plain), is_transposed, read, parted
+    )
+
+
+def _parted(model: TrainedModel, plain: nn.Module) -> str:
+    """Return why no weights are those of an adapted embedding and of the head that is tied to it."""
+    if model.embedding not in shared_parameters(plain) or model.is_shared:
+        return ""
+    return (
+        f"{model.origin or 'the adapter'}; it adapts {model.embedding.removesuffix('.weight')} and not the head, which "
+        "is the same matrix (tie_word_embeddings), so that no merged model has both; use it beside its base "
+        "(task.forms=[peft]), or train one with lora.ensure_weight_tying=true."
+    )
 
 
 def _linears(model: TrainedModel, plain: nn.Module) -> frozenset[str]:
@@ -142,7 +162,14 @@ def _begun_and_ended(model: TrainedModel, item: Named) -> tuple[Tensor, Tensor]:
         ended, begun = (decoded(*codes, dtype=torch.float32) for codes in found)
         return begun, ended
     base = _base_of(model, item)
-    return base, _merged(model, base, item.name) if item.name in model.adapted else base
+    if item.name in model.adapted:
+        return base, _merged(model, base, item.name)
+    if item.name == model.embedding:
+        prefix = item.name.removesuffix("weight")
+        a, b = (model.finite(prefix + part) for part in EMBEDDING_PARTS)
+        scale = scale_of(lora_of(model.lora, prefix.removesuffix(".")))
+        return base, torch.addmm(base, a.t(), b.t(), alpha=scale)
+    return base, model.with_rows(Named(item.name, base)).tensor
 
 
 def _base_of(model: TrainedModel, item: Named) -> Tensor:

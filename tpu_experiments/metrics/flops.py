@@ -24,10 +24,12 @@ from tpu_experiments.config.model_schema import (
     MLP_PROJECTIONS,
     SAVED,
     LoraConfig,
+    is_named,
     is_saved,
     is_target,
     is_target_parameter,
     lora_of,
+    tokens_of,
 )
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import Config
@@ -223,7 +225,29 @@ class Decoder:
     def adapted_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, int]]:
         """Return the result of `adapted` by the names of the Linears."""
         named = ((n, shape) for n, shape in self._linears() if any(is_target(n, each) for each in lora.targets))
-        return {n: shape for n, shape in named if lora.r and not is_saved(f"{n}.weight", lora)}
+        found = {n: shape for n, shape in named if lora.r and not is_saved(f"{n}.weight", lora)}
+        if self.embedding_rank(lora):
+            found[EMBEDDING.removesuffix(".weight")] = self.vocab_size, self.hidden
+            if self.shares_adapter(lora):
+                found.pop("lm_head", None)
+        return found
+
+    def embedding_rank(self, lora: LoraConfig) -> int:
+        """Return the rank of the embedding's adapter; 0 of none."""
+        name = EMBEDDING.removesuffix(".weight")
+        names = (name, "lm_head") if self.shares_adapter(lora) else (name,)
+        is_adapted = lora.r and any(is_named(each, target) for each in names for target in lora.targets)
+        return lora_of(lora, name).r if is_adapted else 0
+
+    def shares_adapter(self, lora: LoraConfig) -> bool:
+        """Return whether the head has the adapter of the embedding, if that has one."""
+        return self.tied and lora.ensure_weight_tying
+
+    def rows_by_name(self, lora: LoraConfig) -> dict[str, int]:
+        """Return how many rows of the embedding and of the head are trained; a tied head's are the embedding's."""
+        names = (EMBEDDING,) if self.tied else (EMBEDDING, "lm_head.weight")
+        counts = {name: len(tokens_of(lora, name.removesuffix(".weight"))) for name in names}
+        return {name: count for name, count in counts.items() if lora.r and count}
 
     def has_equal_layers(self, lora: LoraConfig) -> bool:
         """Return whether adapters have one rank and scale in all layers, which then fold into a loop."""
@@ -1235,6 +1259,10 @@ def flops_of_token(
     layers, head = 2.0 * sum(decoder.multiplied.values()), 2.0 * decoder.embedding
     attention = decoder.attention(seq_len, causal=causal)
     adapters = 0.0 if rounded or not lora.r else 2.0 * decoder.multiplied_adapters(lora)
+    # Of an embedding's A a token reads one column; the head that shares the adapter multiplies by both.
+    adapters += (
+        2.0 * decoder.embedding_rank(lora) * (decoder.hidden if decoder.shares_adapter(lora) else -decoder.vocab_size)
+    )
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(lora))
     whole = decoder.saved_by_name(lora)
     saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and ".layers." in name)

@@ -39,6 +39,7 @@ from tpu_experiments.config.messages import path_of_model
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import require_regular_folder
 from tpu_experiments.config.remote_code import require_no_code
+from tpu_experiments.models.adapters.token_rows import vocabulary_modules
 from tpu_experiments.models.families.classification import logit_layer
 from tpu_experiments.models.parts.attention import FLASH
 from tpu_experiments.models.parts.bitnet import ONLINE, bitnet_config, is_new_norm
@@ -260,7 +261,47 @@ class HuggingFaceModel:
         problems = count_problems(decoder_config(config), where=self._config_origin)
         if problems:
             raise ConfigError("\n".join(problems))
+        self._resize(decoder_config(config))
         return config
+
+    def _resize(self, config: PretrainedConfig) -> None:
+        """Give the config the rows of `model.vocab_size`, and note those of the checkpoint.
+
+        Raises:
+            ConfigError: it has more, or transformers gives its rows no single name.
+        """
+        self.stored_rows = int(getattr(config, "vocab_size", 0))
+        rows = self.model.vocab_size
+        if rows is None:
+            return
+        if rows < self.stored_rows or not self.stored_rows:
+            raise ConfigError(
+                f"model.vocab_size={rows}; {self._config_origin} has {self.stored_rows} rows, and rows are added, not "
+                "taken away; use a larger number, or leave it out."
+            )
+        config.vocab_size = rows
+
+    @cached_property
+    def _resized(self) -> set[str]:
+        """Names of the parameters that have more rows than the checkpoint's."""
+        if self.random or self.model.vocab_size is None:
+            return set()
+        places = vocabulary_modules(self._on_meta_once)
+        return {f"{name}.{leaf}" for name, part in places.items() for leaf, _ in part.named_parameters(recurse=False)}
+
+    def _of_checkpoint(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a parameter has in the checkpoint."""
+        return (self.stored_rows, *shape[1:]) if name in self._resized else shape
+
+    def _with_new_rows(self, name: str, stored: Tensor) -> Tensor:
+        """Return a parameter with the rows that the checkpoint lacks.
+
+        They are the mean of its own, as transformers' `mean_resizing` has it but for noise of 1e-9 of the variance.
+        """
+        if name not in self._resized:
+            return stored
+        mean = stored.to(torch.float32).mean(0, keepdim=True).to(stored.dtype)
+        return torch.cat([stored, mean.expand(self.config.vocab_size - self.stored_rows, *mean.shape[1:])])
 
     def _note_packing(self, config: PretrainedConfig) -> None:
         """Set `packing` and take it out of the config: what is computed, and exported, has decoded weights.
@@ -501,8 +542,9 @@ class HuggingFaceModel:
         if self.reads_all:
             self._require_no_stray()
         for name, stored in self._stored([name for name in shapes if name not in self.new_head]).items():
-            if stored.shape != shapes[name]:
-                raise self._refusal_of_shape(name, stored.shape, shapes[name])
+            wanted = self._of_checkpoint(name, shapes[name])
+            if stored.shape != wanted:
+                raise self._refusal_of_shape(name, stored.shape, wanted)
 
     def _require_no_stray(self) -> None:
         assert self.folder is not None
@@ -579,7 +621,7 @@ class HuggingFaceModel:
             if name in self.new_head:
                 yield Named(name, self._drawn(name, self.new_head[name]).to(self.dtype))
             else:
-                yield Named(name, found[name].read().to(self.dtype))
+                yield Named(name, self._with_new_rows(name, found[name].read()).to(self.dtype))
 
     @cached_property
     def new_head(self) -> dict[str, tuple[int, ...]]:

@@ -25,6 +25,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.escaping import as_code
 from tpu_experiments.config.objectives.masked_diffusion import MaskedDiffusionConfig
 from tpu_experiments.config.schema import Config
+from tpu_experiments.models.adapters.token_rows import trained_rows_of
 from tpu_experiments.models.parts.dropout import GOLDEN, NOISE, token_words, uniform
 from tpu_experiments.models.passes.forward import has_plain_head, hidden_of, logits_of, soft_cap_of
 from tpu_experiments.models.passes.loss import Scores, chunked_losses, chunked_scores
@@ -146,7 +147,8 @@ class MaskedDiffusion(Objective):
             losses_RT, _ = self._by_logits(module, parameters, masking, targets_RT=whole["ids"])
             return (losses_RT * masking.weights_RT).sum(1), counts_R
         hidden_RTH, head_VH = hidden_of(module, parameters, masking.rows, causal=False)
-        terms = self.computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), left_out=self.mask_id)
+        rows_N = trained_rows_of(module)
+        terms = self.computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), left_out=self.mask_id, rows_N=rows_N)
         return chunked_losses(hidden_RTH, head_VH, whole["ids"], masking.weights_RT, terms), counts_R
 
     def scores(self, module: nn.Module, parameters: Mapping[str, Tensor], rows: Rows) -> Scores:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpu_experiments.models.adapters.token_rows import trained_rows_of
 from tpu_experiments.models.passes.forward import (
     has_plain_head,
     hidden_of,
@@ -70,7 +71,8 @@ def next_token_loss(
     if computing.chunk_tokens is None or not has_plain_head(module):
         return row_losses(logits_of(module, parameters, rows), rows, z_loss=z_loss)
     hidden_RTH, head_VH = hidden_of(module, parameters, rows)
-    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), z_loss=z_loss)
+    rows_N = trained_rows_of(module)
+    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), z_loss=z_loss, rows_N=rows_N)
     return chunked_row_losses(hidden_RTH, head_VH, rows, terms)
 
 
@@ -88,7 +90,7 @@ def next_token_losses(
         losses = F.cross_entropy(logits_RTV.flatten(0, 1), targets_RT.flatten().long(), reduction="none")
         return losses.view_as(weights_RT), weights_RT
     hidden_RTH, head_VH = hidden_of(module, parameters, rows)
-    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module))
+    terms = computing.terms(hidden_RTH, soft_cap=soft_cap_of(module), rows_N=trained_rows_of(module))
     return chunked_token_losses(hidden_RTH, head_VH, targets_RT, terms=terms), weights_RT
 
 

@@ -48,7 +48,8 @@ class MemoryEstimate:
     optimizer: float
     """Optimizer state: float32, or 8-bit codes and their scales."""
     gradients: float
-    """Gradients in float32, and the trained parameters once more in the model's data type."""
+    """Gradients in float32, and the trained parameters once more in the model's data type; of trained rows those of
+    their matrix."""
     activations: float
     """Saved for the backward pass: all of them, or with recomputation the layer inputs and one layer's own."""
     logits: float
@@ -161,6 +162,11 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     saved = list(decoder.saved_by_name(step.lora).values())  # trained whole beside adapters, split as the base is
     trained += sum(math.prod(shape) / (split if len(shape) > 1 else 1) for shape in saved)
     moment_bytes += sum(outside(shape) / (split if len(shape) > 1 else 1) for shape in saved)
+    rows = decoder.rows_by_name(step.lora)  # whole on every chip, as adapters are
+    trained += decoder.hidden * sum(rows.values())
+    moment_bytes += sum(step.state_bytes((count, decoder.hidden)) for count in rows.values())
+    # The matrix with its rows, and its gradient, in float32.
+    of_rows = 2 * 4 * decoder.vocab_size * decoder.hidden * len(rows) / split
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
@@ -184,7 +190,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         base=(matrices / split + vectors) / GIB if step.trainable != "full" else 0.0,
         adapters=trained * 4 / GIB,
         optimizer=(moment_bytes + average_bytes) / GIB,
-        gradients=trained * (4 + step.weight_bytes) / GIB,
+        gradients=(trained * (4 + step.weight_bytes) + of_rows) / GIB,
         activations=(inputs + kept if recompute else decoder.num_layers * kept) / GIB,
         logits=chunk * decoder.vocab_size * (step.weight_bytes + 4) / GIB,
         gathered=(2 * largest * step.weight_bytes if split > 1 else 0.0) / GIB + of_rounding,

@@ -16,7 +16,11 @@ MAGNITUDE = "lora_magnitude_vector"
 """Last part of the name of DoRA's trained lengths of rows (models/adapters/dora.py), as in PEFT."""
 LEARNT_SCALE = "lora_weight_scale"
 """Last part of the name of the trained scales of rounded weights (models/adapters/low_rank_qat.py)."""
-ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE, LEARNT_SCALE)
+TOKEN_ROWS = "trainable_tokens_delta"
+"""Last part of the name of trained rows of an embedding or a head (models/adapters/token_rows.py), as in PEFT."""
+EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
+"""Last parts of the names of an embedding's adapter (models/adapters/embeddings.py), as in PEFT."""
+ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE, LEARNT_SCALE, TOKEN_ROWS, *EMBEDDING_PARTS)
 """Last parts of the names of an adapter's trained tensors (models/adapters/lora.py)."""
 OF_PARAMETERS = "parameter_adapters"
 """Name of the modules that hold adapters of parameters that are no module's `weight` (models/adapters/experts.py)."""
@@ -57,6 +61,16 @@ def weight_of(adapter: str) -> str:
 def is_of_parameter(name: str) -> bool:
     """Return whether an adapter, or one of its parts, is of a parameter that is no module's `weight`."""
     return f".{OF_PARAMETERS}." in name
+
+
+def is_of_linear(name: str) -> bool:
+    """Return whether the parameter of this name belongs to an adapter of a Linear, as most adapters' do."""
+    return is_adapter_part(name) and name.rpartition(".")[2] not in (TOKEN_ROWS, *EMBEDDING_PARTS)
+
+
+def is_of_rows(name: str) -> bool:
+    """Return whether the parameter of this name holds trained rows of an embedding or a head."""
+    return name.rpartition(".")[2] == TOKEN_ROWS
 
 
 def is_magnitude(name: str) -> bool:

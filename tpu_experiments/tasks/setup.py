@@ -80,6 +80,8 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
     check_callbacks(config)
     stages = stages_with_data(config)
     vocab_size = check_model(config, stages)
+    if config.model.added_tokens:
+        check_added(config, load_run_tokenizer(config), vocab_size=vocab_size)
     require_dense(config)
     check_loaded(config)
     start = start_of(config, folder)
@@ -367,6 +369,31 @@ def check_ids(config: Config, inputs: RunInputs, *, vocab_size: int) -> None:
                 f"data.{name}.teacher; its teacher predicts {stored.manifest['num_ids']:,} tokens and "
                 f"model={config.model.name} has {vocab_size:,} embeddings; choose a model that has them all."
             )
+
+
+def check_added(config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+    """Require a row for every token of `model.added_tokens`, and say which rows no step trains.
+
+    Raises:
+        ConfigError: a token has none.
+    """
+    ids: Any = tokenizer.convert_tokens_to_ids(config.model.added_tokens)
+    text = config.model.added_tokens[ids.index(max(ids))] if ids else ""
+    if ids and max(ids) >= vocab_size:
+        raise ConfigError(
+            f"model.added_tokens has {text!r}, which is token {max(ids)}, and model={config.model.name} has "
+            f"{vocab_size} rows; set model.vocab_size={len(tokenizer)}, and train the new rows "
+            f"(+lora.trainable_token_indices={{embed_tokens: {ids}}}, with lm_head too where the head is not tied)."
+        )
+    is_trained = config.lora.r == 0 or config.lora.modules_to_save
+    rows = {token for tokens in config.lora.trainable_token_indices.values() for token in tokens}
+    lacking = [token for token in ids if token not in rows]
+    if lacking and not is_trained:
+        log.warning(
+            "model.added_tokens: no step trains the rows of %s, which stay as they begin; name them in "
+            "lora.trainable_token_indices",
+            lacking,
+        )
 
 
 def check_held_out(inputs: RunInputs) -> None:

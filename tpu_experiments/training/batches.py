@@ -41,7 +41,7 @@ from tpu_experiments.data.steps.epochs import WrittenEpoch
 from tpu_experiments.data.steps.tokenized import Read
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.data.teacher import StoredTeacher, Wanted, read_teacher
-from tpu_experiments.data.tokens.tokenizer import closing_texts, load_tokenizer, tokenizer_hash
+from tpu_experiments.data.tokens.tokenizer import add_tokens, closing_texts, load_tokenizer, tokenizer_hash
 from tpu_experiments.data.weights import WeightedRows, row_shares
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.bitnet import MIX
@@ -82,6 +82,7 @@ def load_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         chat_format=config.model.chat_format,
         remote_code=config.model.remote_code,
     )
+    add_tokens(tokenizer, config.model.added_tokens)
     return closing_texts(tokenizer) if config.objective.reads_labels else tokenizer
 
 

@@ -27,7 +27,6 @@ from tpu_experiments.config.curriculum import Geometry
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import Batch
 from tpu_experiments.metrics.norms import grouped
-from tpu_experiments.models.adapters.lora import A, B
 from tpu_experiments.models.sources.build import build_model
 from tpu_experiments.objectives.base import REFERENCE
 from tpu_experiments.optim.base import State
@@ -36,7 +35,7 @@ from tpu_experiments.runtime.host_copies import on_host
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.runtime.ops import python_loop, unconstrained
 from tpu_experiments.runtime.sharding import ABSMAX
-from tpu_experiments.runtime.stacked import stacked
+from tpu_experiments.runtime.stacked import is_adapter_part, stacked
 from tpu_experiments.training.batches import first_mix, has_noise, stage_rows, training_tensors, with_step_noise
 from tpu_experiments.training.reference import referred
 from tpu_experiments.training.step import TrainStep, stage_tensors
@@ -232,7 +231,7 @@ def perturbed(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in parameters.items():
         found[name] = tensor
-        if name.endswith((A, B)) and not tensor.any():
+        if is_adapter_part(name) and not tensor.any():
             digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             found[name] = torch.randn(tensor.shape, generator=generator) * NUDGE

@@ -116,9 +116,11 @@ def _own_values(lora: LoraConfig) -> str:
 
 
 def _saved(lora: LoraConfig) -> str:
-    """Return the modules that are trained whole; nothing where there are none."""
+    """Return the modules and rows that are trained whole; nothing where there are none."""
     names = for_markdown(", ".join(lora.modules_to_save))
-    return f", with {names} trained whole," if names else ""
+    rows = [f"{len(tokens)} rows of {for_markdown(name)}" for name, tokens in lora.trainable_token_indices.items()]
+    told = ", ".join([*([names] if names else []), *rows])
+    return f", with {told} trained whole," if told else ""
 
 
 def _usage(result: Mapping[str, Any], config: Config) -> str:
@@ -145,6 +147,7 @@ def _usage(result: Mapping[str, Any], config: Config) -> str:
             held=config.model.base,
             double_quant=config.model.base_double_quant,
             trust=trust,
+            vocab_size=config.model.vocab_size,
         )
     lines, paragraph = objective_class(config).lines_of_use(config)
     text = fenced("\n".join(code + lines), language="python") + (f"\n\n{paragraph}" if paragraph else "")

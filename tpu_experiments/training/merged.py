@@ -13,17 +13,19 @@ from torch import Tensor, nn
 
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.models.adapters.linear import LoraLinear
+from tpu_experiments.models.adapters.token_rows import in_place_of_rows, indices_of, without_token_rows
 from tpu_experiments.models.sources.build import BuiltModel, describe, placed_buffers
 from tpu_experiments.optim.ema import held_of
 from tpu_experiments.runtime.base import Batch, Program, Runtime
 from tpu_experiments.runtime.ops import in_use
-from tpu_experiments.runtime.stacked import is_learnt_scale, is_magnitude, unstacked
+from tpu_experiments.runtime.stacked import TOKEN_ROWS, is_learnt_scale, is_magnitude, unstacked
 
 
 class MergedCopy:
     """The module of the copy, for a `Decoder`, and the program that fills it.
 
-    Adapters of weights that are held as codes, rounded or transposed, and those with lengths (DoRA), stay beside them.
+    Adapters of weights that are held as codes, rounded or transposed, of the embedding, and those with lengths (DoRA),
+    stay beside them.
 
     Args:
         model: in training.
@@ -42,6 +44,7 @@ class MergedCopy:
         self.model, self.runtime = model, runtime
         self.module, _ = describe(model.source, lora=lora)
         self.module.requires_grad_(False)
+        without_token_rows(self.module)
         self.scales = merged_linears(self.module)
         placed_buffers(self.module, place=runtime.place)
         self.places: dict[str, list[str]] = {name: [] for name, _ in self.module.named_parameters()}
@@ -98,7 +101,9 @@ class MergedCopy:
             weight = weight[tuple(map(slice, shape))]
         if not weight.is_floating_point() or is_magnitude(name) or is_learnt_scale(name):
             return weight
-        dtype = self.model.source.dtype
+        dtype, rows = self.model.source.dtype, own.get(f"{path}.{TOKEN_ROWS}")
+        if rows is not None and name == f"{path}.weight":
+            return in_place_of_rows(weight, rows, indices_of(self.model.module.get_submodule(path))).to(dtype)
         if name != f"{path}.weight" or path not in self.scales:
             return weight.to(dtype) if is_trained else weight
         a, b = (own[f"{path}.{part}"].float() for part in ("lora_A", "lora_B"))

@@ -31,7 +31,7 @@ from tpu_experiments.optim.ema import held_of
 from tpu_experiments.optim.loss_scale import scale_of as loss_scale_of
 from tpu_experiments.runtime.base import OnOutput, Program, Runtime, Signature, signature_of
 from tpu_experiments.runtime.ops import Tensors
-from tpu_experiments.runtime.stacked import is_adapter_part
+from tpu_experiments.runtime.stacked import is_adapter_part, is_of_linear
 from tpu_experiments.storage.process import boot_seconds
 from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.training.alone import Alone
@@ -440,10 +440,10 @@ def require_packable(base: BuiltModel) -> None:
         ConfigError: it trains more, as an objective of the user's own with a head does; or it has dropout of its own,
             of which not all draws are of one row (models/parts/dropout.py), so that no run would be as it is alone.
     """
-    others = [name for name in base.trainable if not is_adapter_part(name)]
+    others = [name for name in base.trainable if not is_of_linear(name)]
     if others:
         raise ConfigError(
-            f"sweeping.pack; {others[0]} is trained beside the adapter, and a pack trains adapters alone; use "
+            f"sweeping.pack; {others[0]} is trained beside the adapters of Linears, and a pack trains those alone; use "
             "sweeping.pack=off."
         )
     for name, part in base.module.named_modules():

@@ -25,7 +25,7 @@ from tpu_experiments.checkpoint.store import latest_progress, read_step
 from tpu_experiments.config.commands import override_of, typed
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import identity
-from tpu_experiments.config.model_schema import PATTERNS, LoraConfig, lora_of
+from tpu_experiments.config.model_schema import OF_VOCABULARY, PATTERNS, LoraConfig, lora_of, tokens_of
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.export.full import MODEL
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE
@@ -33,10 +33,11 @@ from tpu_experiments.export.reading import read_adapter, require_rounded_alike
 from tpu_experiments.models.adapters.lora import fingerprint, scale_of
 from tpu_experiments.models.huggingface import CLASSIFIER, head_parameters
 from tpu_experiments.models.sources.build import BuiltModel
-from tpu_experiments.objectives.base import objective_class
+from tpu_experiments.objectives.base import model_source, objective_class
 from tpu_experiments.optim.base import State
 from tpu_experiments.optim.updates import updates_of
 from tpu_experiments.runtime.base import Runtime
+from tpu_experiments.runtime.stacked import EMBEDDING_PARTS, hugging_face_names
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.paths import read_range
 from tpu_experiments.storage.retry import explain_storage_errors
@@ -169,7 +170,9 @@ def load_start(
         elif point.kind == "adapter":
             if _digest([paths.join(point.place, ADAPTER_FILE)]) != point.sha256:
                 raise ValueError(f"{ADAPTER_FILE} was changed since this run verified it")
-            restore({PARAMETERS: read_adapter(point.place, has_head=True).tensors})
+            frozen = _frozen_names(model.module)
+            tensors = read_adapter(point.place, has_head=True).tensors
+            restore({PARAMETERS: {name: tensor for name, tensor in tensors.items() if name not in frozen}})
         else:
             restore({PARAMETERS: read_model(point.place, max_held_bytes=max_held_bytes)})
     return marks
@@ -283,10 +286,14 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     names = (*theirs.targets, *theirs.target_parameters)
     each = [(lora_of(theirs, name), lora_of(ours, name)) for name in names]
     are_alike = all((a.r, a.dora) == (b.r, b.dora) for a, b in each)
+    are_alike &= all(tokens == tokens_of(ours, name) for name, tokens in theirs.trainable_token_indices.items())
+    if any(name.endswith(EMBEDDING_PARTS) for name in adapter.tensors):
+        are_alike &= theirs.ensure_weight_tying == ours.ensure_weight_tying
     if not are_alike or not all(math.isclose(scale_of(a), scale_of(b), rel_tol=1e-6) for a, b in each):
         has, wants = (", ".join(f"{key}={text}" for key, text in _shape_of(lora).items()) for lora in (theirs, ours))
         shape = _shape_of(theirs)
-        words = typed(*(f"{'+' if key in PATTERNS else ''}lora.{key}={text}" for key, text in shape.items()))
+        tables = (*PATTERNS, OF_VOCABULARY[0])
+        words = typed(*(f"{'+' if key in tables else ''}lora.{key}={text}" for key, text in shape.items()))
         if any(len(getattr(theirs, key)) > MAX_SHOWN for key in PATTERNS):
             words = f"the values of its {ADAPTER_CONFIG} into a file of conf/lora"
         raise ConfigError(
@@ -309,6 +316,10 @@ def _shape_of(lora: LoraConfig) -> dict[str, str]:
             found[key] = override_of("", first)[1:] + (
                 f" and {len(own) - MAX_SHOWN} more" if len(own) > MAX_SHOWN else ""
             )
+    if lora.ensure_weight_tying:
+        found["ensure_weight_tying"] = "true"
+    if lora.trainable_token_indices:
+        found["trainable_token_indices"] = override_of("", lora.trainable_token_indices)[1:]
     return found
 
 
@@ -320,6 +331,7 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     """
     now = {
         "lora.dora": False,
+        "lora.ensure_weight_tying": False,
         **OF_THE_CODES,
         **OF_THE_GRID,
         **identity(config),
@@ -337,11 +349,11 @@ def _require_same_model(stored: Mapping[str, Any], config: Config, *, run: str) 
     if is_drawn:
         keys += [key for key in sorted(stored.keys() | now.keys()) if key.startswith(DRAWN)]
     if config.lora.r > 0:
-        stored = {"lora.dora": False, **OF_THE_CODES, **OF_THE_GRID, **stored}
+        stored = {"lora.dora": False, "lora.ensure_weight_tying": False, **OF_THE_CODES, **OF_THE_GRID, **stored}
         keys += OF_THE_GRID
         keys += OF_THE_CODES if stored.get("lora.init") == "loftq" else []
         keys += ["seed"] if is_drawn or config.lora.init == "pissa" else []
-        patterns = tuple(f"lora.{key}" for key in PATTERNS)
+        patterns = tuple(f"lora.{key}" for key in (*PATTERNS, *OF_VOCABULARY))
         of_patterns = [key for key in sorted(stored.keys() | now.keys()) if key.startswith(patterns)]
         keys += ["lora.r", "lora.alpha", "lora.scaling", "lora.dora", *of_patterns] if "lora.r" in stored else []
     if config.lora.init == "pissa" and "lora.r" in stored:
@@ -417,12 +429,39 @@ def _require_tensors(point: StartPoint, config: Config, module: nn.Module) -> No
         return
     if point.kind == "adapter":
         _require_own_start(config, run=point.run)
-        found: Mapping[str, Tensor] = read_adapter(point.place, has_head=True).tensors
+        found: Mapping[str, Tensor] = _without_base(
+            read_adapter(point.place, has_head=True).tensors, config, module, point
+        )
     else:
         found = without_values(read_model(point.place, max_held_bytes=0))
     types = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in found.items()}
     parameters, types = _without_heads(parameters, types, module, head)
     require_tensors(types, parameters, place=f"start.run={point.run}; {point.place}", advice=advice)
+
+
+def _without_base(
+    tensors: Mapping[str, Tensor], config: Config, module: nn.Module, point: StartPoint
+) -> dict[str, Tensor]:
+    """Return an adapter's tensors without the base's own, which PEFT writes beside those of an embedding.
+
+    Raises:
+        ConfigError: they are not those of the run's base.
+    """
+    own = sorted(_frozen_names(module).intersection(tensors))
+    for base in model_source(config).weights(own) if own else ():
+        theirs = tensors[base.name].to(base.tensor.dtype)
+        if not torch.equal(theirs, base.tensor):
+            raise ConfigError(
+                f"start.run={point.run}; it holds a {base.name} {tuple(theirs.shape)} that is not the one of "
+                f"model.path={config.model.path} {tuple(base.tensor.shape)}; train on the base that it was trained on."
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in own}
+
+
+def _frozen_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that are not trained, each layer's by itself."""
+    named = (name for name, p in module.named_parameters() if not p.requires_grad)
+    return {each for name in named for each in hugging_face_names(name)}
 
 
 def _head_of(module: Any, head: str) -> set[str]:

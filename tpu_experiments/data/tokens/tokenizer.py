@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
@@ -206,6 +206,11 @@ def own_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     whole, plain = (list(backend.encode("a", add_special_tokens=adds).ids) for adds in (True, False))
     start = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
     return whole[:start], whole[start + len(plain) :]
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Add special tokens that the tokenizer lacks, in this order, behind its own."""
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
 
 
 def closing_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

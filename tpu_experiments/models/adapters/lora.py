@@ -24,22 +24,28 @@ from tpu_experiments.config.model_schema import (
     ALL_LINEAR,
     PATTERNS,
     LoraConfig,
+    is_named,
     is_saved,
     is_target,
     lora_of,
     pattern_key,
 )
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
+from tpu_experiments.models.adapters.embeddings import TiedHead, adapt_embedding, adapted_embedding, targeted_embedding
+from tpu_experiments.models.adapters.embeddings import drawn as drawn_of_embedding
 from tpu_experiments.models.adapters.experts import adapt_matrix, matched_matrices
 from tpu_experiments.models.adapters.layouts import layout_of
 from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
 from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, fixed_point, fold
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, quantised_shapes
+from tpu_experiments.models.adapters.token_rows import add_token_rows, token_rows
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.stacked import (
     ADAPTER_PARTS,
+    EMBEDDING_PARTS,
+    TOKEN_ROWS,
     adapter_of,
     hugging_face_names,
     is_of_parameter,
@@ -48,7 +54,7 @@ from tpu_experiments.runtime.stacked import (
     unstacked,
 )
 
-A, B, MAGNITUDE, LEARNT_SCALE = ADAPTER_PARTS
+A, B, MAGNITUDE, LEARNT_SCALE, *_ = ADAPTER_PARTS
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that share one input tensor in most decoders; whether they do is checked at every call."""
 
@@ -79,7 +85,7 @@ def inject(
     grid: Grid | None = None,
     rounds_inputs: bool = False,
 ) -> ParameterReport:
-    """Freeze `module` and give every matching Linear, and matrix of experts, an adapter.
+    """Freeze `module` and give every matching Linear, matrix of experts, and the embedding an adapter.
 
     `r: 0` leaves every weight trainable.
 
@@ -101,12 +107,20 @@ def inject(
     for name in (*head, *saved):
         module.get_parameter(name).requires_grad_(True)
     linears = {name: part for name, part in linears.items() if f"{name}.weight" not in head}
-    matched = [name for name in _matched(linears, lora.targets) if not is_saved(f"{name}.weight", lora)]
+    embedding, tied = targeted_embedding(module, lora)
+    wanted = [target for target in lora.targets if not any(is_named(name, target) for name in (embedding, *tied))]
+    matched = [name for name in _matched(linears, wanted) if not is_saved(f"{name}.weight", lora) and name not in tied]
     matrices = [name for name in matched_matrices(module, lora) if not is_saved(name, lora)]
-    _require_patterns_apply(lora, [*matched, *matrices])
+    _require_patterns_apply(lora, [*matched, *matrices, *([embedding, *tied] if embedding else [])])
     for name in matrices:
         own = lora_of(lora, name)
         adapt_matrix(module, name, r=own.r, scale=scale_of(own))
+    if embedding:
+        _require_no_grid(embedding, grid)
+        own = lora_of(lora, embedding)
+        for head in tied:
+            _require_equal(lora, embedding, head)
+        adapt_embedding(module, embedding, tied, r=own.r, scale=scale_of(own), lora=lora)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
         linear, own = linears[name], lora_of(lora, name)
@@ -118,11 +132,10 @@ def inject(
             whole = _require_on_grid(linear, name, grid)
             adapted = RoundedLinear(whole, r=r, scale=scale, grid=grid, rounds_inputs=rounds_inputs, name=name)
         setattr(module.get_submodule(parent), leaf, adapted)
-    if grid is not None:
-        return report(module, adapters=len(matched))  # they multiply nothing by A alone
-    for parent in {name.rpartition(".")[0]: None for name in matched}:
-        _link_siblings(module.get_submodule(parent))
-    return report(module, adapters=len(matched) + len(matrices))
+    add_token_rows(module, lora)
+    for parent in {name.rpartition(".")[0]: None for name in matched} if grid is None else ():
+        _link_siblings(module.get_submodule(parent))  # those on a grid multiply nothing by A alone
+    return report(module, adapters=len(matched) + len(matrices) + bool(embedding) + len(tied))
 
 
 def saved_parameters(module: nn.Module, lora: LoraConfig) -> list[str]:
@@ -229,6 +242,25 @@ def _require_on_grid(linear: nn.Module, name: str, grid: Grid) -> nn.Linear:
     return linear
 
 
+def _require_equal(lora: LoraConfig, embedding: str, head: str) -> None:
+    """Require one rank and alpha of an embedding and the head that shares its adapter: PEFT scales each by its own."""
+    ours, theirs = ((own.r, own.alpha) for own in (lora_of(lora, name) for name in (embedding, head)))
+    if ours != theirs:
+        raise ConfigError(
+            f"lora.rank_pattern or lora.alpha_pattern gives {embedding} rank {ours[0]} and alpha {ours[1]:g}, and "
+            f"{head}, which shares its adapter (lora.ensure_weight_tying), {theirs[0]} and {theirs[1]:g}; name both."
+        )
+
+
+def _require_no_grid(embedding: str, grid: Grid | None) -> None:
+    """Refuse an adapter of an embedding where adapters decide how weights are rounded."""
+    if grid is not None:
+        raise ConfigError(
+            f"model.linear=lr_qat and lora.targets has {embedding}; weights of Linear modules alone are rounded; leave "
+            "it out of lora.targets, or use model.linear=plain."
+        )
+
+
 def _require_patterns_apply(lora: LoraConfig, matched: Collection[str]) -> None:
     """Require every pattern of a rank or alpha to be that of an adapted module.
 
@@ -281,7 +313,23 @@ def report(module: nn.Module, *, adapters: int) -> ParameterReport:
 def adapted_weights(module: nn.Module) -> dict[str, bool]:
     """Return the names of the weights of Linear modules with an adapter; true where the weight is (in, out)."""
     parts = ((name, part) for name, part in module.named_modules() if isinstance(part, LoraLinear))
-    return {f"{name}.weight": part.is_transposed for name, part in parts}
+    return {f"{name}.weight": part.is_transposed for name, part in parts if not isinstance(part, TiedHead)}
+
+
+def vocabulary_weights(module: nn.Module, base: Named, *, lora: LoraConfig, seed: int) -> Iterator[Named]:
+    """Yield what is trained beside an embedding's or head's weight: its own rows, or A and B of an embedding.
+
+    It is drawn as in `adapter_weights`.
+    """
+    prefix = base.name.removesuffix("weight")
+    tokens = token_rows(module).get(base.name)
+    if tokens is not None:
+        yield Named(prefix + TOKEN_ROWS, base.tensor[tokens].to(torch.float32))
+    embedding, is_tied = adapted_embedding(module)
+    if base.name == embedding:
+        rank, generator = lora_of(lora, prefix.removesuffix(".")).r, _generator(base.name, seed)
+        pair = drawn_of_embedding(tuple(base.tensor.shape), r=rank, is_tied=is_tied, generator=generator)
+        yield from (Named(prefix + part, tensor) for part, tensor in zip(EMBEDDING_PARTS, pair, strict=True))
 
 
 def adapter_weights(
@@ -354,8 +402,7 @@ def folded_weight(
 def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Draw A and B for a weight (out, in), or for one of each expert (E, out, in); their product is zero."""
     *experts, high, wide = shape
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = _generator(name, seed)
     if lora.init == "a_zero":
         # standard deviation of A in b_zero, Kaiming-uniform with a = sqrt(5), for B's fan-in r
         b = torch.randn((*experts, high, lora.r), generator=generator) / math.sqrt(3 * lora.r)
@@ -363,6 +410,12 @@ def _drawn(shape: tuple[int, ...], *, name: str, lora: LoraConfig, seed: int) ->
     bound = 1 / math.sqrt(wide)  # Kaiming-uniform with a = sqrt(5), as nn.Linear
     a = torch.empty(*experts, lora.r, wide).uniform_(-bound, bound, generator=generator)
     return a, torch.zeros(*experts, high, lora.r)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    """Return a generator for the adapter of a weight."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def drawn_adapters(

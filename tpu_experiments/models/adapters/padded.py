@@ -180,8 +180,7 @@ def fitting_padding(part: LoraLinear, *, in_loop: bool) -> Padding:
         in_loop: whether the weight is one of a stack that a loop over layers reads.
     """
     family = part.siblings.members
-    ranks = sum(member.lora_A.shape[-2] for member in family)
-    if ranks > PADDING or any(not member.is_formula for member in family):
+    if any(not member.is_formula for member in family) or sum(m.lora_A.shape[-2] for m in family) > PADDING:
         return ""
     inputs, outputs = part.in_features, part.out_features
     if len(family) > 1 or outputs >= TOGETHER_RATIO * inputs:

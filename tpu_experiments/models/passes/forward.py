@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tpu_experiments.models.adapters.token_rows import with_token_rows
 from tpu_experiments.models.parts.attention import FLASH, bidirectional_mask, causal_mask, same_chunk
 from tpu_experiments.models.parts.bitnet import MIX, mixed
 from tpu_experiments.models.parts.dropout import noise, noise_of
@@ -128,6 +129,7 @@ def hidden_of(
         head: name of the head's module; None is that of the vocabulary.
     """
     inputs, without_head = model_inputs(module, batch, causal=causal), _WithoutHead(module, head)
+    parameters = with_token_rows(module, parameters)
     drawn, mix = noise(noise_of(batch)), mixed(batch.get(MIX))
     with drawn, mix, in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
@@ -151,6 +153,7 @@ def masked_features(
         picks_RKT: one-hot rows that choose a token for each of K places; a place of zeros has no token.
     """
     inputs, up_to_head = model_inputs(module, batch, causal=False), _UpToHead(module)
+    parameters = with_token_rows(module, parameters)
     with noise(noise_of(batch)), in_module_dtype(module, parameters) as cast, mask_in_layers_alone(module):
         own = {f"module.{name}": tensor for name, tensor in cast.items()}
         features_RKH, *head = with_rope_in_kernel(
@@ -200,12 +203,13 @@ def _before(matrix: nn.Module, whole: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def in_module_dtype(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the parameters in the data type in which the module is called.
+    """Yield the parameters in the data type in which the module is called; trained rows in their matrices.
 
     Stacks and the weights of recomputed layers are left as they are and cast where the layers run (stack/fold.py and
     recomputed.py).
     """
     dtype: Any = module.dtype
+    parameters = with_token_rows(module, parameters)
     within = tuple(f"{name}." for name, part in module.named_modules() if getattr(part, "casts_weights", False))
     later = {name: p for name, p in parameters.items() if is_stack(name) or name.startswith(within)}
     with cast_weights({n: p for n, p in parameters.items() if n not in later}, dtype=dtype) as cast:

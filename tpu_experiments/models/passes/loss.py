@@ -41,6 +41,8 @@ class Terms:
     """Factor of log(Z)^2, which is added to the loss (PaLM, arXiv 2204.02311, 1e-4)."""
     left_out: int | None = None
     """Token that is never predicted: its logit counts as minus infinity."""
+    rows_N: Tensor | None = None
+    """Tokens whose rows of the head are all that is trained of it, int64 (N,)."""
 
 
 def chunked_row_losses(
@@ -63,13 +65,15 @@ def chunked_losses(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weig
 
     Args:
         hidden_BTH: input of the head; its data type is that of the products with the vocabulary.
-        head_VH: receives its gradient where it requires one, summed over the chunks in float32.
+        head_VH: receives its gradient where it requires one, summed over the chunks in float32; of `terms.rows_N`,
+            those rows' alone.
     """
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         return _sums(hidden_BTH, head_VH, targets_BT, weights_BT, terms)[0]
     if hidden_BTH.device.type == "cpu":
         hidden_BTH, targets_BT, weights_BT = weighted_first(hidden_BTH, targets_BT, weights_BT)
-    loss = _TrainedHead if head_VH.requires_grad else _FrozenHead
+    is_trained = head_VH.requires_grad and terms.rows_N is None
+    loss = _TrainedHead if is_trained else _FrozenHead
     sums_B: Tensor = loss.apply(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
     return sums_B
 
@@ -140,30 +144,65 @@ def _loop_inputs(
     return tuple(_cut(part, terms.chunk_positions) for part in parts), (head, numbers(head_VH.shape[0], head_VH.device))
 
 
+def trained_rows(head_VH: Tensor, terms: Terms, *, dtype: torch.dtype) -> Tensors:
+    """Return the trained rows (N, H) of a head and their tokens (N,), or nothing."""
+    if terms.rows_N is None or not head_VH.requires_grad:
+        return ()
+    return head_VH.detach().index_select(0, terms.rows_N).to(dtype), terms.rows_N.to(torch.int32)
+
+
+def slopes_of_rows(x: Tensors, rows: Tensors, *, log_z_BC: Tensor, terms: Terms) -> Tensors:
+    """Return the derivative (B, C, N) of every position's loss with respect to the logits of trained rows, if any."""
+    return (_slope(x[0], *rows, targets_BC=x[1], log_z_BC=log_z_BC, terms=terms),) if rows else ()
+
+
+def gradient_of_rows(
+    slopes_BTN: Tensor, grads_BT: Tensor, hidden_BTH: Tensor, *, like: Tensor, rows_N: Tensor
+) -> Tensor:
+    """Return the gradient of a head (V, H), which is zero but for the trained rows."""
+    grad_NH = (slopes_BTN * grads_BT[..., None]).flatten(0, 1).T @ hidden_BTH.float().flatten(0, 1)
+    return torch.zeros(like.shape, device=grad_NH.device).index_copy(0, rows_N, grad_NH).to(like.dtype)
+
+
 class _FrozenHead(torch.autograd.Function):
-    """Loss and gradient of the hidden states in one pass; saved is the gradient for a weight of 1 per row."""
+    """Loss and gradient of the hidden states in one pass; saved is the gradient for a weight of 1 per row.
+
+    Of a head of which some rows are trained, the slopes of their logits are saved too: their gradient costs a product
+    with those rows.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, weights_BT: Tensor, terms: Terms
     ) -> Tensor:
         def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-            chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
-            return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.gradient(x[2]),)
+            chunk = _Chunk(x[0], *consts[:2], targets_BC=x[1], terms=terms)
+            slopes = slopes_of_rows(x, consts[2:], log_z_BC=chunk.log_z_BC, terms=terms)
+            return (carry[0] + (chunk.losses() * x[2]).sum(1),), (chunk.gradient(x[2]), *slopes)
 
         xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, weights_BT, terms)
-        carry = (torch.zeros_like(weights_BT[:, 0]),)
+        consts = (*consts, *trained_rows(head_VH, terms, dtype=hidden_BTH.dtype))
+        carry, length = (torch.zeros_like(weights_BT[:, 0]),), hidden_BTH.shape[1]
         rows = hidden_BTH.shape[0]
-        (sums_B,), (grads_NBCH,) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
-        ctx.save_for_backward(terms.constrain(_joined(grads_NBCH, hidden_BTH.shape[1]), axes=BY_ROWS))
+        (sums_B,), (grads_NBCH, *slopes) = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=rows))
+        more = [_joined(each, length) for each in slopes]
+        more += [weights_BT, hidden_BTH] if more else []
+        ctx.save_for_backward(terms.constrain(_joined(grads_NBCH, length), axes=BY_ROWS), *more)
+        ctx.head, ctx.rows_N = torch.empty_like(head_VH, device="meta"), terms.rows_N
         return sums_B
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:
-        (unit_BTH,) = ctx.saved_tensors
+        unit_BTH, *more = ctx.saved_tensors
         # In float32: 1 / tokens rounded to bf16 would scale the whole gradient by up to 0.2%.
-        return (unit_BTH.float() * grad_B[:, None, None]).to(unit_BTH.dtype), None, None, None, None
+        grad_BTH = (unit_BTH.float() * grad_B[:, None, None]).to(unit_BTH.dtype)
+        if not more:
+            return grad_BTH, None, None, None, None
+        slopes_BTN, weights_BT, hidden_BTH = more
+        grads_BT = weights_BT * grad_B[:, None]
+        grad_VH = gradient_of_rows(slopes_BTN, grads_BT, hidden_BTH, like=ctx.head, rows_N=ctx.rows_N)
+        return grad_BTH, grad_VH, None, None, None
 
 
 class _TrainedHead(torch.autograd.Function):

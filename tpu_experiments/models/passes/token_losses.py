@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpu_experiments.models.passes.loss import Terms, _Chunk, _joined, _loop_inputs, gradients_by_token
+from tpu_experiments.models.passes.loss import (
+    Terms,
+    _Chunk,
+    _joined,
+    _loop_inputs,
+    gradient_of_rows,
+    gradients_by_token,
+    slopes_of_rows,
+    trained_rows,
+)
 from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors
 
 
@@ -26,25 +35,30 @@ def chunked_token_losses(hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor
     inputs = (hidden_BTH, head_VH, targets_BT, terms)
     if not torch.is_grad_enabled() or not (hidden_BTH.requires_grad or head_VH.requires_grad):
         return _losses(*inputs, has_gradient=False)[0]
-    losses_BT: Tensor = (_TrainedHead if head_VH.requires_grad else _FrozenHead).apply(*inputs)
+    is_trained = head_VH.requires_grad and terms.rows_N is None
+    losses_BT: Tensor = (_TrainedHead if is_trained else _FrozenHead).apply(*inputs)
     return losses_BT
 
 
 def _losses(
     hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, terms: Terms, *, has_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Return losses (B, T), and gradients (B, T, H) for a weight of 1 or the log-partition (B, T)."""
+) -> tuple[Tensor, ...]:
+    """Return losses (B, T), and gradients (B, T, H) for a weight of 1 or the log-partition (B, T).
+
+    With gradients of a head of which some rows are trained, their slopes (B, T, N) too.
+    """
 
     def body(carry: Tensors, x: Tensors, consts: Tensors) -> tuple[Tensors, Tensors]:
-        chunk = _Chunk(x[0], *consts, targets_BC=x[1], terms=terms)
-        return (carry[0],), (chunk.losses(), chunk.gradient(x[2]) if has_gradient else chunk.log_z_BC)
+        chunk = _Chunk(x[0], *consts[:2], targets_BC=x[1], terms=terms)
+        slopes = slopes_of_rows(x, consts[2:], log_z_BC=chunk.log_z_BC, terms=terms)
+        return (carry[0],), (chunk.losses(), chunk.gradient(x[2]) if has_gradient else chunk.log_z_BC, *slopes)
 
     ones_BT = torch.ones_like(targets_BT, dtype=torch.float32)
     xs, consts = _loop_inputs(hidden_BTH, head_VH, targets_BT, ones_BT, terms)
+    consts += trained_rows(head_VH, terms, dtype=hidden_BTH.dtype) if has_gradient else ()
     carry = (torch.zeros_like(ones_BT[:, 0]),)
     _, found = terms.loop(LoopCall(body, carry=carry, xs=xs, consts=consts, rows=hidden_BTH.shape[0]))
-    losses_BT, more = (_joined(each, hidden_BTH.shape[1]) for each in found)
-    return losses_BT, more
+    return tuple(_joined(each, hidden_BTH.shape[1]) for each in found)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -52,16 +66,22 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_BTH: Tensor, head_VH: Tensor, targets_BT: Tensor, terms: Terms) -> Tensor:
-        losses_BT, unit_BTH = _losses(hidden_BTH, head_VH, targets_BT, terms, has_gradient=True)
-        ctx.save_for_backward(terms.constrain(unit_BTH, axes=BY_ROWS))
+        losses_BT, unit_BTH, *slopes = _losses(hidden_BTH, head_VH, targets_BT, terms, has_gradient=True)
+        more = [*slopes, hidden_BTH] if slopes else []
+        ctx.save_for_backward(terms.constrain(unit_BTH, axes=BY_ROWS), *more)
+        ctx.head, ctx.rows_N = torch.empty_like(head_VH, device="meta"), terms.rows_N
         return losses_BT
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor | None, ...]:
-        (unit_BTH,) = ctx.saved_tensors
+        unit_BTH, *more = ctx.saved_tensors
         # In float32: a token's gradient rounded to bf16 would scale it by up to 0.2 %.
-        return (unit_BTH.float() * grad_BT[..., None]).to(unit_BTH.dtype), None, None, None
+        grad_BTH, grad_VH = (unit_BTH.float() * grad_BT[..., None]).to(unit_BTH.dtype), None
+        if more:
+            slopes_BTN, hidden_BTH = more
+            grad_VH = gradient_of_rows(slopes_BTN, grad_BT.float(), hidden_BTH, like=ctx.head, rows_N=ctx.rows_N)
+        return grad_BTH, grad_VH, None, None
 
 
 class _TrainedHead(torch.autograd.Function):

@@ -25,6 +25,7 @@ from tpu_experiments.models.adapters.lora import (
     adapter_weights,
     fingerprints,
     inject,
+    vocabulary_weights,
 )
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, grid_of
 from tpu_experiments.models.adapters.padded import (
@@ -67,6 +68,7 @@ APART_TOKENS = 2
 
 
 def stacked_weights(
+    module: nn.Module,
     source: HuggingFaceModel,
     shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -106,7 +108,7 @@ def stacked_weights(
                     format=format,
                     grid=grid_of(source.model),
                 )
-            for item in items:
+            for item in itertools.chain(items, vocabulary_weights(module, base, lora=lora, seed=seed)):
                 if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
                 _collect(made, item, base=base.name, name=name, index=index, count=count, wider=wider)
@@ -224,7 +226,7 @@ def describe(source: HuggingFaceModel, *, lora: LoraConfig) -> tuple[nn.Module, 
     if shared:
         raise ConfigError(
             f"lora.targets=[{', '.join(lora.targets)}] matches {shared[0]}, whose weight is the embedding's "
-            "(tie_word_embeddings); an adapter there would change both; leave it out."
+            "(tie_word_embeddings); set lora.ensure_weight_tying=true for one adapter of both, or leave it out."
         )
     return module, report
 
@@ -275,6 +277,7 @@ def build_model(
         pad_weights(module, in_place)
     initial: dict[str, Tensor] = {}
     weights = stacked_weights(
+        module,
         source,
         shapes_of_base(module),
         adapted=adapted,

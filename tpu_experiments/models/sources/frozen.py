@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.models.adapters.dora import DoraLinear
+from tpu_experiments.models.adapters.embeddings import adapted_embedding
 from tpu_experiments.models.adapters.experts import ParameterLora, adapted_parameters
 from tpu_experiments.models.adapters.linear import LoraLinear
 from tpu_experiments.models.adapters.lora import (
@@ -25,11 +26,19 @@ from tpu_experiments.models.adapters.lora import (
 )
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, grid_of
 from tpu_experiments.models.adapters.quantised import format_of, quantised_shapes
+from tpu_experiments.models.adapters.token_rows import token_rows, without_token_rows
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.models.sources.build import describe, held_as, placed_buffers, placed_weights, shapes_of_base
 from tpu_experiments.runtime.ops import PlaceTensor
-from tpu_experiments.runtime.stacked import is_adapter_part, is_magnitude, is_side_tensor, weight_of
+from tpu_experiments.runtime.stacked import (
+    TOKEN_ROWS,
+    is_adapter_part,
+    is_magnitude,
+    is_of_rows,
+    is_side_tensor,
+    weight_of,
+)
 from tpu_experiments.storage.tensors import require_finite
 
 Held = tuple[Tensor, Tensor]
@@ -55,7 +64,8 @@ def build_frozen(
         origin: source of `trained`, for error messages.
         rounded_to: data type in which the base was trained over, if the source's holds more digits.
 
-    Adapters of rounded weights (`model.linear=lr_qat`) are folded into their integers.
+    Adapters of rounded weights (`model.linear=lr_qat`) are folded into their integers, and trained rows are in their
+    matrices.
 
     Raises:
         ConfigError: the tensors are not of this model, are an incomplete set of a whole one, or have values that are
@@ -64,6 +74,7 @@ def build_frozen(
     model = TrainedModel(source, lora, trained, reduced_with_seed, origin)
     own = [name for name in shapes_of_base(model.module) if name not in trained]
     model.require_whole(own)
+    without_token_rows(model.module)
     for part in model.module.modules():
         if isinstance(part, DoraLinear):
             part.divide()
@@ -96,6 +107,10 @@ class TrainedModel:
         self.linears, self.quantised = adapted_weights(self.module), set(quantised_shapes(self.module))
         self.adapted = self.linears | adapted_parameters(self.module)
         self.format, self.grid = format_of(source.model), grid_of(source.model)
+        self.rows = token_rows(self.module)
+        """Tokens of trained rows, by the name of their matrix."""
+        self.embedding, self.is_shared = adapted_embedding(self.module)
+        """Name of the embedding's matrix, if it has an adapter, and whether the head shares that."""
 
     def require_whole(self, own: Sequence[str]) -> None:
         """Require the trained tensors and these weights of the source, `own`, to be the whole model.
@@ -127,6 +142,17 @@ class TrainedModel:
         is_transposed = self.adapted[base.name]
         return next(adapter_weights(base, lora=self.lora, seed=self.reduced_with_seed, is_transposed=is_transposed))
 
+    def with_rows(self, base: Named) -> Named:
+        """Return a weight with its trained rows in the place of its own; one without any unchanged.
+
+        Raises:
+            ConfigError: they hold NaN or infinite values.
+        """
+        if base.name not in self.rows:
+            return base
+        rows = self.finite(base.name.removesuffix("weight") + TOKEN_ROWS, dtype=base.tensor.dtype)
+        return Named(base.name, base.tensor.index_copy(0, torch.tensor(self.rows[base.name]), rows))
+
     def on_grid(self, base: Named, *, dtype: torch.dtype) -> tuple[Held, Held] | None:
         """Return codes and scales of a rounded weight, as trained and as at first; None of one that is not rounded.
 
@@ -146,15 +172,15 @@ def _frozen_weights(model: TrainedModel, own: list[str], *, rounded_to: torch.dt
     for base in source.weights(own):
         if rounded_to is not None:
             base = Named(base.name, base.tensor.to(rounded_to).to(source.dtype))
-        base = model.reduced(base)
+        base = model.with_rows(model.reduced(base))
         yield from _frozen_parts(model, base, dtype=rounded_to or source.dtype)
         del base  # as below
     for name in model.trained:
-        if is_magnitude(name) or (model.grid is not None and is_adapter_part(name)):
+        if is_magnitude(name) or is_of_rows(name) or (model.grid is not None and is_adapter_part(name)):
             continue
-        tensor = model.finite(name, dtype=source.dtype)
-        yield from held_as(Named(name, tensor), source.model, quantised=model.quantised)
-        del tensor  # otherwise it stays allocated while the next one is read
+        item = model.with_rows(Named(name, model.finite(name, dtype=source.dtype)))
+        yield from _frozen_parts(model, item, dtype=rounded_to or source.dtype)
+        del item  # otherwise it stays allocated while the next one is read
 
 
 def _frozen_parts(model: TrainedModel, base: Named, *, dtype: torch.dtype) -> Iterator[Named]:
@@ -230,6 +256,12 @@ def describe_trained(
 def _not_of_this_model(
     name: str, *, found: Sequence[int] | None, expected: Sequence[int] | None, model: HuggingFaceModel, origin: str
 ) -> ConfigError:
+    is_resized = found is not None and expected is not None and found[0] > expected[0] and found[1:] == expected[1:]
+    if is_resized and name.endswith((".embed_tokens.weight", "lm_head.weight")):
+        return ConfigError(
+            f"{origin}; it has {found[0]} rows of {name} and model.path={model.model.path} has {expected[0]}: its base "
+            f"was resized; set model.vocab_size={found[0]}."
+        )
     has, wants = ("nothing" if shape is None else str(tuple(shape)) for shape in (found, expected))
     return ConfigError(
         f"{origin}; it has {name} as {has} and model.path={model.model.path} has it as {wants}; it was trained on "

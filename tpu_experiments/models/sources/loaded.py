@@ -123,7 +123,8 @@ def fault_of_written(source: HuggingFaceModel, folder: str) -> str | None:
     Its config and its class are compared with those of the model that wrote it, over the tensors of its files.
     """
     written = copy.copy(source)
-    written.folder, written.random, written.model = Path(folder), False, replace(source.model, path=folder)
+    written.folder, written.random = Path(folder), False
+    written.model = replace(source.model, path=folder, vocab_size=None)
     written.whole_config = written.config
     reason = _skip_reason(written) or ("its linear layers compute otherwise" if source.model.linear != "plain" else "")
     if reason:
@@ -268,14 +269,16 @@ def difference(source: HuggingFaceModel, part: Part, *, lora: LoraConfig, is_pac
 def with_layers(source: HuggingFaceModel, layers: int) -> HuggingFaceModel:
     """Return the source of the same checkpoint's first layers, dense and in float32."""
     made = copy.copy(source)
-    for name in ("_tensors_by_name", "_on_meta_once", "_tied_on_meta", "_tied", "_prefixes", "new_head"):
+    for name in ("_tensors_by_name", "_on_meta_once", "_tied_on_meta", "_tied", "_prefixes", "new_head", "_resized"):
         vars(made).pop(name, None)
-    made.model = replace(source.model, dtype="float32", base="dense", linear="plain", stack="unrolled")
+    made.model = replace(source.model, dtype="float32", base="dense", linear="plain", stack="unrolled", vocab_size=None)
     made.dtype = torch.float32
     made.reads_all = False
     is_whole = source.whole_config is source.config
     made.whole_config = copy.deepcopy(source.whole_config)
     made.config = made.whole_config if is_whole else decoder_config(made.whole_config)
+    if source.model.vocab_size is not None:
+        made.config.vocab_size = source.stored_rows
     made.config._attn_implementation = source.config._attn_implementation
     made.config._experts_implementation = source.config._experts_implementation
     _cut(made.config, layers)
@@ -321,7 +324,7 @@ def _by_transformers(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[in
 
 def _by_us(source: HuggingFaceModel, ids: Tensor, *, lengths: tuple[int, ...], lora: LoraConfig) -> Tensor:
     """Return what the model of training computes for documents in one row with padding behind them."""
-    start = replace(lora, init="b_zero", dropout=0.0)
+    start = replace(lora, init="b_zero", dropout=0.0, trainable_token_indices={})  # whose start are the base's rows
     built = build_model(source, lora=start, seed=0, place=lambda tensor, *, name: tensor)
     module = built.module.eval()
     batch = packed_row(ids, lengths=lengths)

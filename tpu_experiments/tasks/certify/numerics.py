@@ -24,8 +24,10 @@ from tpu_experiments.config.task_schema import ChoiceConfig
 from tpu_experiments.export.full import write_model
 from tpu_experiments.export.peft import write_adapter, written_experts
 from tpu_experiments.export.weights import whole_model
+from tpu_experiments.models.adapters.embeddings import adapted_embedding
 from tpu_experiments.models.adapters.experts import adapted_parameters
 from tpu_experiments.models.adapters.lora import adapted_weights, require_read_by_peft
+from tpu_experiments.models.adapters.token_rows import token_rows, trained_rows_of
 from tpu_experiments.models.huggingface import HEADS, HuggingFaceModel, decoder_config
 from tpu_experiments.models.passes.forward import capped, has_plain_head, hidden_of, logits_of, row_losses, soft_cap_of
 from tpu_experiments.models.passes.generation import Decoder
@@ -36,11 +38,22 @@ from tpu_experiments.models.sources.isolation import packed_row
 from tpu_experiments.objectives.base import Computing
 from tpu_experiments.runtime.eager import EagerRuntime
 from tpu_experiments.runtime.ops import Folding, python_loop
-from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, unstacked
+from tpu_experiments.runtime.stacked import (
+    EMBEDDING_PARTS,
+    TOKEN_ROWS,
+    hugging_face_names,
+    is_adapter_part,
+    is_of_parameter,
+    is_stack,
+    unstacked,
+    weight_of,
+)
 from tpu_experiments.tasks.certify.float64 import in_float64, widened
 
 DOCUMENTS = (19, 11)
 """Tokens of the two documents of a row: longer than any window of the small configs, and unequal."""
+NUM_TOKENS = 5
+"""Upper bound of the tokens whose rows are trained."""
 TOLERANCE = 1e-5
 """Of the largest logit; sums in another order move logits by 1e-6 of it."""
 GRADIENT_TOLERANCE = 1e-5
@@ -158,6 +171,9 @@ class SmallCheckpoint:
         self.folder, self.reference, self.name, self.lora = folder, reference, name, lora
         self.head, self.causal = head, causal
         self.vocabulary = int(decoder_config(reference.config).vocab_size)
+        if lora is not None and lora.trainable_token_indices:  # tokens that the rows have
+            tokens = self.rows(is_packed=True)["ids"][0, :NUM_TOKENS].unique().tolist()
+            self.lora = replace(lora, trainable_token_indices=dict.fromkeys(lora.trainable_token_indices, tokens))
 
     def rows(self, *, is_packed: bool) -> dict[str, Tensor]:
         """Return a row of two documents, or of one."""
@@ -180,6 +196,8 @@ class SmallCheckpoint:
                     shape = tensor.shape[1:] if is_stack(name) else tensor.shape
                     parts = [drawn(each, shape) for each in hugging_face_names(name)]
                     tensor.copy_(torch.cat(parts).view_as(tensor))
+                elif name.endswith((EMBEDDING_PARTS[0], TOKEN_ROWS)):
+                    tensor.add_(drawn(name, tensor.shape))
         return made
 
     def logits(self, built: BuiltModel, rows: Rows) -> Tensor:
@@ -228,8 +246,9 @@ class SmallCheckpoint:
 
         built = self.built(source, lora=self.lora)
         require_read_by_peft(built.module, self.lora)
-        weights = [*adapted_weights(built.module), *adapted_parameters(built.module)]
-        targets = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in weights})
+        parts = [name.rpartition(".")[0] for name in unstacked(dict(built.trainable)) if is_adapter_part(name)]
+        weights = [weight_of(part) if is_of_parameter(part) else part for part in parts]
+        targets = sorted({name.rpartition(".")[2] for name in weights})
         whole, reason = self._with_adapter(source, built)
         theirs = alone(whole, rows)
         logits = apart(self.logits(built, rows), theirs)
@@ -278,17 +297,21 @@ class SmallCheckpoint:
         Args:
             moved: gradients by the names, and in the shapes, of the parameters of `whole`.
         """
+        parameters = dict(whole.named_parameters())
+        places = {id(p): p.data_ptr() for p in parameters.values()}  # in float64 each has memory of its own
         with in_float64(built.module, whole), _one_thread():
             ours = moved(self._gradients(built, rows))
-            parameters = dict(whole.named_parameters())
             theirs = {name: parameters[name] for name in ours}
-            for parameter in theirs.values():
+            twins = _twins(theirs, parameters, places=places)
+            for parameter in (*theirs.values(), *twins.values()):
                 parameter.requires_grad_(True)
             loss = torch.zeros(())
             for ids in documents_of(rows):
                 loss = loss + self._loss(_logits(whole, ids), ids[0])
-            found = torch.autograd.grad(loss, list(theirs.values()), allow_unused=True)
-        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=True)}
+            found = torch.autograd.grad(loss, [*theirs.values(), *twins.values()], allow_unused=True)
+        by_name = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(theirs.items(), found, strict=False)}
+        for name, grad in zip(twins, found[len(theirs) :], strict=True):
+            by_name[name] = by_name[name] + (0 if grad is None else grad.T)
         largest = max(float(g.abs().max()) for g in by_name.values())
         shares = [
             float((ours[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * largest)
@@ -329,6 +352,7 @@ class SmallCheckpoint:
                 base_path=str(self.folder),
                 revision=None,
                 is_transposed=any(adapted_weights(built.module).values()),
+                tied=source.tied_names,
             )
             try:
                 base = read_back(self.folder, head=self.head)
@@ -339,10 +363,11 @@ class SmallCheckpoint:
         trained = {name: tensor.detach() for name, tensor in built.trainable.items()}
         model = whole_model(source, lora=self.lora, trained=trained)
         merged = read_back(self.folder, head=self.head)
-        weights = adapted_weights(built.module) | adapted_parameters(built.module)
+        vocabulary = {*token_rows(built.module), adapted_embedding(built.module)[0]}
+        weights = {**adapted_weights(built.module), **adapted_parameters(built.module)}
         with torch.no_grad():
             for name, tensor in model.tensors():
-                if name in weights:
+                if name in weights or name in vocabulary:
                     merged.get_parameter(source.outer_name(name)).copy_(tensor)
         return merged, reason
 
@@ -352,16 +377,18 @@ def _next_token_loss(module: nn.Module, leaves: Mapping[str, Tensor], rows: Rows
     if not has_plain_head(module):
         return row_losses(logits_of(module, leaves, rows), rows)[0].sum()
     hidden, head = hidden_of(module, leaves, rows)
-    return chunked_row_losses(hidden, head, rows, CHUNKED.terms(hidden, soft_cap=soft_cap_of(module)))[0].sum()
+    terms = CHUNKED.terms(hidden, soft_cap=soft_cap_of(module), rows_N=trained_rows_of(module))
+    return chunked_row_losses(hidden, head, rows, terms)[0].sum()
 
 
 def small_lora(lora: LoraConfig) -> LoraConfig:
     """Return adapters of a small rank with the same ratio of alpha to it, whose start is that of plain LoRA.
 
-    Modules that are trained whole, and ranks and alphas of single modules, are left out.
+    Modules that are trained whole, and ranks and alphas of single modules, are left out; rows are those of few tokens.
     """
     r, plain = min(lora.r, RANK), LoraConfig(r=1)
-    left_out = {name: getattr(plain, name) for name in (*PATTERNS, "modules_to_save", "ensure_weight_tying")}
+    left_out = {name: getattr(plain, name) for name in (*PATTERNS, "modules_to_save")}
+    left_out["trainable_token_indices"] = {name: list(range(1, NUM_TOKENS)) for name in lora.trainable_token_indices}
     return replace(lora, r=r, alpha=lora.alpha * r / lora.r, init="b_zero", dropout=0.0, **left_out)
 
 
@@ -378,7 +405,21 @@ def drawn(name: str, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=generator) * 0.05
 
 
+def _twins(
+    theirs: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], *, places: Mapping[int, int]
+) -> dict[str, nn.Parameter]:
+    """Return a tied head's parameters in PEFT, which are the embedding's transposed and share their memory."""
+    own = {name: p for name, p in theirs.items() if name.removesuffix(".default").endswith(EMBEDDING_PARTS)}
+    known = {id(p) for p in theirs.values()}
+    others = {places[id(p)]: p for p in parameters.values() if id(p) not in known}
+    return {name: others[places[id(p)]] for name, p in own.items() if places[id(p)] in others}
+
+
 def peft_name(name: str) -> str:
     """Return PEFT's name of an adapter's parameter in a model that it wraps."""
     path, _, part = name.rpartition(".")
+    if part == TOKEN_ROWS:
+        return f"base_model.model.{path}.token_adapter.{part}.default"
+    if part in EMBEDDING_PARTS:
+        return f"base_model.model.{name}.default"
     return f"base_model.model.{path}.{part}.default.weight"

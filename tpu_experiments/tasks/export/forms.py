@@ -28,7 +28,7 @@ from tpu_experiments.export.quantised import (
 )
 from tpu_experiments.export.weights import Effect
 from tpu_experiments.models.adapters.low_rank_qat import grid_of, input_settings
-from tpu_experiments.runtime.stacked import LEARNT_SCALE, is_adapter_part
+from tpu_experiments.runtime.stacked import LEARNT_SCALE, is_adapter_part, is_of_linear
 from tpu_experiments.storage import paths
 from tpu_experiments.storage.gguf.llama_cpp import LlamaCppModel
 from tpu_experiments.tasks.export.readers import Reader, TransformersModel
@@ -204,6 +204,8 @@ def _no_adapter(subject: Subject) -> str:
         return "not written: modules were trained whole, which llama.cpp's adapters do not hold"
     if lora.target_parameters:
         return "not written: experts have adapters of their own, which are not written for llama.cpp here"
+    if any(not is_of_linear(name) for name in subject.origin.trained):
+        return "not written: it has an adapter or rows of the embedding, and adapters of Linears alone are written"
     if lora.init == "loftq":
         return "not written: LoftQ's adapter is for the codes of NF4, which no GGUF file holds"
     return ""

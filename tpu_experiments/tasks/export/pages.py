@@ -7,7 +7,7 @@ from tpu_experiments.config.model_schema import has_patterns, ranks_of
 from tpu_experiments.export.card import Card, is_hub_id
 from tpu_experiments.models.huggingface import HEADS
 from tpu_experiments.objectives.base import objective_class
-from tpu_experiments.runtime.stacked import is_adapter_part
+from tpu_experiments.runtime.stacked import is_adapter_part, is_of_linear
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.export.forms import Written
 from tpu_experiments.tasks.export.subject import Subject
@@ -36,6 +36,7 @@ def card_of(form: str, subject: Subject, written: Written) -> Card:
         dtype=str(subject.source.dtype if form == "peft" else subject.dtype).removeprefix("torch."),
         runs_code=model.remote_code == "run",
         rank=parts * max(ranks_of(lora), default=0),
+        vocab_size=model.vocab_size,
         unfit=_unfit_for_vllm(subject),
         is_dora=lora.dora,
         datasets=[source.path for source in sources if is_hub_id(source.path)],
@@ -61,6 +62,8 @@ def _unfit_for_vllm(subject: Subject) -> str:
         return "vLLM reads adapters of experts in another layout"
     if not all(map(is_adapter_part, subject.origin.trained)):
         return "vLLM loads no modules that were trained whole"
+    if not all(map(is_of_linear, subject.origin.trained)) or subject.origin.config.model.vocab_size is not None:
+        return "vLLM loads adapters of Linears alone, and here is one of the embedding, or rows of it"
     return ""
 
 

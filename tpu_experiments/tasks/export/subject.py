@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import PATTERNS, ModelConfig, has_patterns
+from tpu_experiments.config.model_schema import OF_VOCABULARY, PATTERNS, ModelConfig, has_patterns
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ExportTaskConfig, QuantizeTaskConfig, WrittenFormsConfig
 from tpu_experiments.export.generation import generation_config, model_config
@@ -122,6 +122,7 @@ class Subject:
             "trained": {name: fingerprint(tensor) for name, tensor in sorted(origin.trained.items())},
             "lora": [origin.lora.r, origin.lora.alpha, origin.lora.scaling, origin.lora.dora],
             **({key: getattr(origin.lora, key) for key in PATTERNS} if has_patterns(origin.lora) else {}),
+            **({key: value for key in OF_VOCABULARY if (value := getattr(origin.lora, key))}),
             "reduced_with_seed": origin.reduced_with_seed,
             "base": [self.base_path, origin.config.model.revision, origin.config.model.dtype],
             **({"linear": _linear_of(origin.config.model)} if origin.config.model.linear != "plain" else {}),
@@ -177,6 +178,8 @@ def subject_of(config: Config, task: WrittenFormsConfig) -> Subject:
         reduced_with_seed=origin.reduced_with_seed,
         origin=origin.text,
     )
+    if model.parted and asked != ["peft"]:
+        raise ConfigError(model.parted)
     place = task.folder
     if place is None and task.run is not None:
         place = paths.join(task.run, "export")

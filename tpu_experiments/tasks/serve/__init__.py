@@ -21,7 +21,7 @@ from tpu_experiments.loggers.runlog import start_run_log, stop_run_log
 from tpu_experiments.models.sources.frozen import without_effect
 from tpu_experiments.runtime.base import Runtime, UnexpectedProgram, device_name
 from tpu_experiments.runtime.processes.launch import make_runtime
-from tpu_experiments.runtime.stacked import is_adapter_part
+from tpu_experiments.runtime.stacked import is_of_linear
 from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.tasks.generate.answers import Answers
 from tpu_experiments.tasks.generate.decoder import decoder_of, decoder_over, llama_cpp_of, reader_of
@@ -129,7 +129,7 @@ def models_of(config: Config, task: ServeTaskConfig) -> tuple[dict[str, Answers]
         return {BASE: Answers(decoder, reader, runtime=runtime)}, {BASE: origin.text}
     models, texts = {TRAINED: Answers(decoder, reader, runtime=runtime)}, {TRAINED: origin.text}
     is_apart = origin.reduced_with_seed is None and origin.config.model.linear == "plain"
-    is_apart &= all(map(is_adapter_part, origin.trained))  # else modules were trained whole (lora.modules_to_save)
+    is_apart &= all(map(is_of_linear, origin.trained))  # else modules or rows were trained whole, or an embedding
     if task.base_beside and origin.lora.r and is_apart:
         module = without_effect(decoder.module, place=runtime.place)
         base = decoder_over(module, runtime, task=task, num_rows=1, seed=config.seed)
