@@ -62,7 +62,7 @@ def adapt_embedding(module: nn.Module, name: str, tied: list[str], *, r: int, sc
     device = embedding.weight.device
     embedding.register_parameter(A, nn.Parameter(torch.empty(r, embedding.num_embeddings, device=device)))
     embedding.register_parameter(B, nn.Parameter(torch.empty(embedding.embedding_dim, r, device=device)))
-    embedding.lora_scale = scale
+    embedding.lora_scale = scale  # type: ignore[assignment]
     embedding.register_forward_hook(_adapted)
     for head in tied:
         module.set_submodule(head, TiedHead(module.get_submodule(head), embedding, dropout=lora.dropout, name=head))

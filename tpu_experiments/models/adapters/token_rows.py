@@ -26,9 +26,11 @@ def add_token_rows(module: Any, lora: LoraConfig) -> None:
     """
     given = lora.trainable_token_indices
     places = vocabulary_modules(module) if given else {}
-    for key in given:
-        if not any(is_named(name, key) for name in places):
-            raise ConfigError(f"{KEY} has {key!r}, which is neither the embedding nor the head. {suggest(key, places)}")
+    for each in given:
+        if not any(is_named(name, each) for name in places):
+            raise ConfigError(
+                f"{KEY} has {each!r}, which is neither the embedding nor the head. {suggest(each, places)}"
+            )
     first: dict[int, str] = {}
     for name, part in places.items():
         key = next((key for key in given if is_named(name, key)), None)

@@ -256,8 +256,8 @@ def describe_trained(
 def _not_of_this_model(
     name: str, *, found: Sequence[int] | None, expected: Sequence[int] | None, model: HuggingFaceModel, origin: str
 ) -> ConfigError:
-    is_resized = found is not None and expected is not None and found[0] > expected[0] and found[1:] == expected[1:]
-    if is_resized and name.endswith((".embed_tokens.weight", "lm_head.weight")):
+    is_vocabulary = name.endswith((".embed_tokens.weight", "lm_head.weight"))
+    if is_vocabulary and found and expected and found[0] > expected[0] and found[1:] == expected[1:]:
         return ConfigError(
             f"{origin}; it has {found[0]} rows of {name} and model.path={model.model.path} has {expected[0]}: its base "
             f"was resized; set model.vocab_size={found[0]}."
