@@ -156,7 +156,7 @@ def test_a_report_shows_the_figures_with_their_intervals(outputs, answered):
 def test_what_cannot_be_asked_is_told(outputs, tasks):
     with pytest.raises(ConfigError, match="own_drawn draws its answers"):
         evaluated(outputs, tasks, "drawn")
-    with pytest.raises(ConfigError, match=r"'own_choise', which is no task .* Near ones: own_choice, "):
-        evaluated(outputs, tasks, "choise")
+    with pytest.raises(ConfigError, match=r"'own_choice2', which is no task .* Near ones: own_choice, "):
+        evaluated(outputs, tasks, "choice2")
     with pytest.raises(ConfigError, match=r"own_lost\]; lm-evaluation-harness stopped: FileNotFoundError"):
         evaluated(outputs, tasks, "lost")
