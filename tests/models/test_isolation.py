@@ -108,7 +108,7 @@ def test_masks_that_leave_documents_together_are_found(monkeypatch):
 def test_what_passed_is_not_checked_again(empty_cache, monkeypatch, caplog):
     source = source_of("llama")
     require_isolation(source, is_packed=True)
-    assert len(list((empty_cache / "tpu_experiments" / "isolation").iterdir())) == 2
+    assert len(list((empty_cache / "tpu_experiments" / "isolation").iterdir())) == 1
     without_copies(monkeypatch)
     require_isolation(source, is_packed=True)
     assert not caplog.records
