@@ -27,9 +27,11 @@ GENERATED = "data=stories_text_ro"
 """Has no sample: the command before it in the manual writes the text, which tests/data/test_stories.py does."""
 TAUGHT = "objective=distillation"
 """Reads a teacher's run, or what the command before it wrote: tests/objectives/test_distillation.py runs both."""
-EXPORTED = re.compile(r"task\.(weights=(merged|gguf)|gguf=)")
-"""Needs what task=export wrote: tests/tasks/test_generate_export.py makes and reads it."""
+EXPORTED = re.compile(r"task\.(weights=(merged|gguf)|gguf=|harness=)")
+"""Needs what task=export wrote, which tests/tasks/test_generate_export.py makes and reads, or rows of the Hub, in the
+place of which tests/tasks/test_harness.py has its own."""
 ELSEWHERE = {
+    "convert": "tests/tasks/test_convert.py writes the files that it reads",
     "resume_check": "tests/training/test_resume_check.py runs it",
     "doctor": "tests/tasks/test_doctor.py",
     "serve": "tests/tasks/test_serve.py runs it, and ends it",

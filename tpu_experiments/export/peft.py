@@ -262,7 +262,7 @@ def _outer_name(name: str) -> str:
 
 def inner_name(key: str) -> str:
     """Return the name, of a tensor or module in PEFT's layout, that it has in a decoder."""
-    name = key.removeprefix(PREFIX).replace(f"{ROWS}.", ".").replace(f"{BASE_LAYER}.", ".")
+    name = key.removeprefix(PREFIX).replace(f"{ROWS}.", ".").replace(f"{BASE_LAYER}.weight", ".weight")
     short = name.removesuffix(".weight")
     name = short if is_adapter_part(short) else name
     return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name

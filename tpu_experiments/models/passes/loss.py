@@ -161,7 +161,7 @@ def gradient_of_rows(
 ) -> Tensor:
     """Return the gradient of a head (V, H), which is zero but for the trained rows."""
     grad_NH = (slopes_BTN * grads_BT[..., None]).flatten(0, 1).T @ hidden_BTH.float().flatten(0, 1)
-    return torch.zeros(like.shape, device=grad_NH.device).index_copy(0, rows_N, grad_NH).to(like.dtype)
+    return grad_NH.new_zeros(like.shape).index_copy(0, rows_N, grad_NH).to(like.dtype)
 
 
 class _FrozenHead(torch.autograd.Function):
