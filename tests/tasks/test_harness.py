@@ -1,6 +1,8 @@
 """task=evaluate task.harness=[...] against lm-evaluation-harness's own `hf` backend, request by request."""
 
 import json
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from tpu_experiments.tasks.report.runs import find_runs
 from tpu_experiments.tasks.report.tables import results
 from tpu_experiments.training.batches import load_run_tokenizer
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness, the extra `harness`")
 pytestmark = [
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-evaluation-harness, the extra `harness`"),
     pytest.mark.xla,
     pytest.mark.usefixtures("root_logger", "plain_attention"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -38,6 +40,14 @@ TASKS = {
     "drawn": 'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[gold]}}"\n'
     "generation_kwargs: {do_sample: true, temperature: 1.0}\nmetric_list: [{metric: exact_match}]\n",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """Undo what lm_eval sets when it is imported, which other tests' processes would have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_XET_HIGH_PERFORMANCE", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
