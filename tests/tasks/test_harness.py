@@ -1,6 +1,7 @@
 """task=evaluate task.harness=[...] against lm-evaluation-harness's own `hf` backend, request by request."""
 
 import json
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,10 +45,11 @@ TASKS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """Undo what lm_eval sets when it is imported, which other tests' processes would have."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_XET_HIGH_PERFORMANCE", "1")
-        yield
+    """Undo what lm_eval and its libraries set when they are imported, which other tests' processes would have."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
