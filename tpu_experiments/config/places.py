@@ -77,7 +77,7 @@ def _wrong_url(scheme: str, rest: str, *, kind: Kind, num_slashes: int) -> str |
         return f"there is no storage {scheme}://; supported: {supported}."
     if scheme in ONLY_READ and kind in ("folder", "file"):
         return f"{scheme}:// is for reading data only; write {supported}."
-    if scheme not in WRITTEN and kind in ("folder", "file"):
+    if scheme not in WRITTEN and kind in ("folder", "file") and _is_fsspecs_own(scheme):
         return (
             f"runs are kept on a disk or in gs:// alone: what loses nothing when a machine or a request fails was not "
             f"tried with {scheme}://; write {supported}, and copy it afterwards."
@@ -123,6 +123,13 @@ def _is_known(scheme: str) -> bool:
     from fsspec.registry import known_implementations, registry  # 0.1 s, for a URL only
 
     return scheme in known_implementations or scheme in registry
+
+
+def _is_fsspecs_own(scheme: str) -> bool:
+    """Return whether fsspec has this file system by itself, as it has `s3`; somebody's class is registered apart."""
+    from fsspec.registry import known_implementations
+
+    return scheme in known_implementations
 
 
 def _missing_package(scheme: str) -> str | None:
