@@ -110,6 +110,20 @@ def test_the_inverse_is_as_exact_as_a_solved_system(size):
         exact = torch.linalg.inv((eye + strict * 0.5).double())
         assert far(inverse_of_unit_lower(strict * 0.5), exact) < 1e-5
     assert far(inverse_of_unit_lower(below), torch.linalg.inv((eye + below).double())) == 0
+    strict = (below * torch.randn(size, size, generator=torch.Generator().manual_seed(2)) * 0.5).double()
+    pull = torch.randn(size, size, generator=torch.Generator().manual_seed(3)).double()
+
+    def gradient(inverse_of) -> torch.Tensor:
+        given = strict.clone().requires_grad_()
+        (inverse_of(given) * pull).sum().backward()
+        return given.grad
+
+    torch.testing.assert_close(
+        gradient(inverse_of_unit_lower),
+        gradient(lambda given: torch.linalg.inv(eye + given.tril(-1))),
+        rtol=1e-9,
+        atol=1e-9,
+    )
     upper = torch.ones(size, size).triu()  # is not read
     assert torch.equal(inverse_of_unit_lower(below + upper), inverse_of_unit_lower(below))
 
@@ -117,7 +131,16 @@ def test_the_inverse_is_as_exact_as_a_solved_system(size):
 def test_the_convolution_ends_at_a_documents_first_token():
     generator = torch.Generator().manual_seed(0)
     tokens, weight = torch.randn(2, sum(LENGTHS), 5, generator=generator), torch.randn(5, 4, generator=generator)
-    found = causal_convolution(tokens, weight, segments(*LENGTHS)).split(LENGTHS, 1)
-    for own, made in zip(tokens.split(LENGTHS, 1), found, strict=True):
-        expected = F.conv1d(F.pad(own.transpose(1, 2), (3, 0)), weight[:, None], groups=5).transpose(1, 2)
-        torch.testing.assert_close(made, expected, atol=1e-6, rtol=1e-6)
+    pull = torch.randn(2, sum(LENGTHS), 5, generator=generator)
+    given = tokens.requires_grad_(), weight.requires_grad_()
+    found = causal_convolution(tokens, weight, segments(*LENGTHS))
+    expected = torch.cat(
+        [
+            F.conv1d(F.pad(own.transpose(1, 2), (3, 0)), weight[:, None], groups=5).transpose(1, 2)
+            for own in tokens.split(LENGTHS, 1)
+        ],
+        1,
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    ours, theirs = (torch.autograd.grad((made * pull).sum(), given) for made in (found, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -14,10 +14,13 @@ Legend: B rows, N heads, T tokens, D width of queries and keys, E width of value
 channels of the convolution, W its width."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from tpu_experiments.config.recurrence import delta_chunk_of
 from tpu_experiments.models.families.chunks import OUTSIDE, in_chunks, sums_of_logs
@@ -83,13 +86,47 @@ def scaled_query(query: Tensor) -> Tensor:
 
 def causal_convolution(tokens_BTC: Tensor, weight_CW: Tensor, segments_BT: Tensor) -> Tensor:
     """Return sums over each token and the W - 1 before it in its document, channel by channel, float32."""
-    tokens_BTC, weight_CW, width = tokens_BTC.float(), weight_CW.float(), weight_CW.shape[1]
-    summed = tokens_BTC * weight_CW[:, -1]
+    made: Tensor = _Convolution.apply(tokens_BTC, weight_CW, segments_BT)
+    return made
+
+
+class _Convolution(Function):
+    """The sums, and gradients in the same form: autograd's own write an array of float32 for each of the W tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_BTC: Tensor, weight_CW: Tensor, segments_BT: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_BTC, weight_CW, segments_BT)
+        return _summed(tokens_BTC, weight_CW, segments_BT, towards=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        tokens_BTC, weight_CW, segments_BT = ctx.saved_tensors
+        of_tokens, of_weight, _ = ctx.needs_input_grad
+        grad_CW = None
+        if of_weight:
+            each = (_moved(tokens_BTC, segments_BT, back) * grad_BTC for back in reversed(range(weight_CW.shape[1])))
+            grad_CW = torch.stack([products_BTC.sum((0, 1)) for products_BTC in each], 1).to(weight_CW.dtype)
+        grad = _summed(grad_BTC, weight_CW, segments_BT, towards=-1).to(tokens_BTC.dtype) if of_tokens else None
+        return grad, grad_CW, None
+
+
+def _summed(tokens_BTC: Tensor, weight_CW: Tensor, segments_BT: Tensor, *, towards: int) -> Tensor:
+    """Return the weighted sums over each token and those before it (`towards` 1), or behind it (-1)."""
+    weight_CW, width = weight_CW.float(), weight_CW.shape[1]
+    summed = tokens_BTC.float() * weight_CW[:, -1]
     for back in range(1, width):
-        earlier_BTC = F.pad(tokens_BTC, (0, 0, back, 0))[:, :-back]
-        is_own_BT = F.pad(segments_BT, (back, 0), value=OUTSIDE)[:, :-back] == segments_BT
-        summed = summed + earlier_BTC * is_own_BT[..., None] * weight_CW[:, width - 1 - back]
+        summed = summed + _moved(tokens_BTC, segments_BT, towards * back) * weight_CW[:, width - 1 - back]
     return summed
+
+
+def _moved(tokens_BTC: Tensor, segments_BT: Tensor, back: int) -> Tensor:
+    """Return what is `back` tokens before each token, 0 where that is of another document, float32."""
+    length = segments_BT.shape[1]
+    before, after = max(back, 0), max(-back, 0)
+    cut = slice(after, after + length)
+    is_own_BT = F.pad(segments_BT, (before, after), value=OUTSIDE)[:, cut] == segments_BT
+    return F.pad(tokens_BTC, (0, 0, before, after))[:, cut].float() * is_own_BT[..., None]
 
 
 def inverse_of_unit_lower(strict: Tensor) -> Tensor:
@@ -99,19 +136,36 @@ def inverse_of_unit_lower(strict: Tensor) -> Tensor:
     [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]. Two products a round, as many as (I - A)(I + A^2)(I + A^4)... takes, whose powers
     of A grow to 1e17 where the keys of 64 tokens are the same, as those of padding are, and cancel.
     """
-    size = strict.shape[-1]
-    index_L = torch.arange(size, device=strict.device, dtype=torch.int32)
-    apart_LL = index_L[:, None] ^ index_L[None, :]
-    below_LL = index_L[:, None] > index_L[None, :]
-    inverse = (index_L[:, None] == index_L[None, :]).to(strict.dtype) - strict.masked_fill(
-        ~(below_LL & (apart_LL < 2)), 0.0
-    )
-    half = 2
-    while half < size:
-        is_between_LL = below_LL & (apart_LL >= half) & (apart_LL < 2 * half)
-        inverse = inverse - inverse @ strict.masked_fill(~is_between_LL, 0.0) @ inverse
-        half *= 2
-    return inverse
+    made: Tensor = _Inverse.apply(strict)
+    return made
+
+
+class _Inverse(Function):
+    """The inverse X, and from its gradient G that of A, -X^T G X^T: two products, in the place of two a round."""
+
+    @staticmethod
+    def forward(ctx: Any, strict: Tensor) -> Tensor:
+        size = strict.shape[-1]
+        index_L = torch.arange(size, device=strict.device, dtype=torch.int32)
+        apart_LL = index_L[:, None] ^ index_L[None, :]
+        below_LL = index_L[:, None] > index_L[None, :]
+        inverse = (index_L[:, None] == index_L[None, :]).to(strict.dtype) - strict.masked_fill(
+            ~(below_LL & (apart_LL < 2)), 0.0
+        )
+        half = 2
+        while half < size:
+            is_between_LL = below_LL & (apart_LL >= half) & (apart_LL < 2 * half)
+            inverse = inverse - inverse @ strict.masked_fill(~is_between_LL, 0.0) @ inverse
+            half *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -(transposed @ grad @ transposed).tril(-1)
 
 
 @dataclass(frozen=True)
@@ -187,14 +241,14 @@ class _Chunks:
         coarse, fine = (each[..., -1:] - each for each in (self.coarse_BNKL, self.fine_BNKL))
         until_BNKL = torch.exp((coarse + fine).masked_fill(self.segments_B1KL != last_B1K1, -torch.inf))
         written_BNKDL = (self.key_BNKLD * until_BNKL[..., None]).transpose(-1, -2)
-        added_BNKDE = written_BNKDL @ new_BNKLE
-        state = added_BNKDE[:, :, 0]
-        if added_BNKDE.shape[2] == 1:
+        state, *added = (written_BNKDL @ new_BNKLE).unbind(2)
+        if not added:
             return None, state
-        removed_BNKDD = written_BNKDL @ read_BNKLD
-        kept_BNK11 = self._decay_of_state()[..., -1:, :]
+        # Taken apart at once: the gradient of a chunk that is indexed is as large as all of them.
+        removed = (written_BNKDL @ read_BNKLD).unbind(2)
+        kept = self._decay_of_state()[..., -1:, :].unbind(2)
         before = [torch.zeros_like(state)]
-        for k in range(1, added_BNKDE.shape[2]):
+        for kept_BN11, removed_BNDD, added_BNDE in zip(kept[1:], removed[1:], added, strict=True):
             before.append(state)
-            state = state * kept_BNK11[:, :, k] - removed_BNKDD[:, :, k] @ state + added_BNKDE[:, :, k]
+            state = state * kept_BN11 - removed_BNDD @ state + added_BNDE
         return torch.stack(before, 2), state
