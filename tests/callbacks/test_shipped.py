@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.config.composing import composed
+from tpu_experiments.callbacks import copies
 from tpu_experiments.callbacks.base import Checkpoint, Moment, Requests
 from tpu_experiments.callbacks.commands import RunCommand
 from tpu_experiments.callbacks.copies import CopyFolder
@@ -42,6 +44,7 @@ def moment(folder: Path, *, step: int = 3, config: Config | None = None, **given
     """A run that trains to `folder`."""
     facts: dict[str, Any] = {"stage": "main", "stage_step": step, "tokens": 64 * step, "metrics": {}}
     facts |= {"metrics_step": step, "hours": 0.5, "usd": {"on_demand": None, "spot": None}, "_requests": Requests()}
+    facts |= {"metric_steps": dict.fromkeys(given.get("metrics", {}), step)}
     own = RunFolder(str(folder), "x")
     return Moment(
         callback="mine", step=step, total_steps=9, run_folder=own, config=config or Config(), **{**facts, **given}
@@ -83,6 +86,7 @@ def test_a_command_reads_each_event_and_no_call_waits_for_it(tmp_path: Path, cap
     [
         (["sh", "-c", "echo no route >&2; exit 7"], "exit code 7: no route"),
         (["sleep", "30"], "it took more than 0.2 s"),
+        (["sh", "-c", r"printf 'no route \377' >&2; exit 7"], "exit code 7: no route \N{REPLACEMENT CHARACTER}"),
     ],
 )
 def test_a_command_that_fails_is_logged(
@@ -95,9 +99,27 @@ def test_a_command_that_fails_is_logged(
     assert record.message.startswith("callbacks.mine: ")
 
 
+def test_a_run_that_was_asked_to_stop_waits_for_no_command_that_has_not_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, begun = tmp_path / "told", tmp_path / "begun"
+    slow = f"import sys, time; open({str(begun)!r}, 'w'); time.sleep(0.3); "
+    slow += f"open({str(file)!r}, 'a').write(sys.stdin.read() + '\\n')"
+    callback = RunCommand(command=[sys.executable, "-S", "-c", slow], at=["evaluate", "end"])
+    for step in range(4):
+        callback.on_evaluate(moment(tmp_path, step=step), {"eval/loss": 2.5})
+    while not begun.exists():
+        time.sleep(0.01)
+    callback.on_end(moment(tmp_path), "stopped", "")
+    assert [each["event"] for each in told(file)] == ["evaluate", "end"]
+    assert [record.message for record in caplog.records] == [
+        "callbacks.mine: 3 events are not told: the run was asked to stop"
+    ]
+
+
 def checkpoint(folder: Path, step: int) -> Checkpoint:
     place = folder / "x" / "checkpoints" / f"step_{step:08d}"
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     for name in ("COMMIT.json", "parameters.safetensors", "progress.json"):
         (place / name).write_text(f"{name} of {step}")
     return Checkpoint(step, str(place))
@@ -113,19 +135,75 @@ def test_checkpoints_and_the_export_are_copied(tmp_path: Path, remote: bool) -> 
         callback._last.join()
     (tmp_path / "x" / "adapter").mkdir()
     (tmp_path / "x" / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "x" / "result.json").write_text("{}")
+    (tmp_path / "x" / "generator").mkdir()
+    (tmp_path / "x" / "generator" / "config.json").write_text("{}")
+    result = {"status": "finished", "parts": {"generator": str(tmp_path / "x" / "generator")}}
+    (tmp_path / "x" / "result.json").write_text(json.dumps(result))
     callback.on_end(moment(tmp_path), "finished", "")
     assert paths.list_names(paths.join(to, "x", "checkpoints")) == ["step_00000004", "step_00000006"]
     newest = paths.join(to, "x", "checkpoints", "step_00000006")
     assert len(paths.list_names(newest)) == 3
     assert paths.read_text(paths.join(newest, "COMMIT.json")) == "COMMIT.json of 6"
     assert paths.read_text(paths.join(to, "x", "adapter", "adapter_config.json")) == "{}"
+    assert paths.exists(paths.join(to, "x", "generator", "config.json"))
     assert paths.exists(paths.join(to, "x", "result.json"))
     if remote:  # and back, from a bucket
         back = CopyFolder(to=str(tmp_path / "back"))
         back.on_save(moment(tmp_path), Checkpoint(6, newest))
         back.on_end(moment(tmp_path), "stopped", "")
         assert (tmp_path / "back/x/checkpoints/step_00000006/progress.json").read_text() == "progress.json of 6"
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "memory"])
+def test_copies_behind_a_rollback_and_of_a_step_that_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """Later copies go, as do incomplete ones; while a step is copied again, its copy does not count."""
+    to = f"memory://{tmp_path.name}-again" if remote else str(tmp_path / "copies")
+    folder, complete = paths.join(to, "x", "checkpoints"), []
+    callback, copy_one = CopyFolder(to=to, keep=9), copies.copy_one
+
+    def save(step: int) -> None:
+        callback.on_save(moment(tmp_path, step=step), checkpoint(tmp_path, step))
+        assert callback._last is not None
+        callback._last.join()
+
+    def watched(source: str, target: str) -> None:
+        complete.append(paths.exists(paths.join(paths.folder_of(target), "COMMIT.json")))
+        copy_one(source, target)
+
+    for step in (4, 6, 8):
+        save(step)
+    paths.make_dirs(paths.join(folder, "step_00000002"))
+    paths.write_text_atomic(paths.join(folder, "step_00000002", "progress.json"), "{}")  # of a copy that was killed
+    monkeypatch.setattr(copies, "copy_one", watched)
+    save(6)
+    assert complete == [False] * 3
+    assert paths.list_names(folder) == ["step_00000004", "step_00000006"]
+
+
+def test_of_checkpoints_that_come_during_a_copy_the_newest_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, begun, goes_on = CopyFolder(to=str(tmp_path / "copies"), keep=9), threading.Event(), threading.Event()
+    copy_one = copies.copy_one
+
+    def slow(source: str, target: str) -> None:
+        begun.set()
+        assert goes_on.wait(30)
+        copy_one(source, target)
+
+    monkeypatch.setattr(copies, "copy_one", slow)
+    callback.on_save(moment(tmp_path), checkpoint(tmp_path, 2))
+    assert begun.wait(30)
+    for step in (4, 6):
+        callback.on_save(moment(tmp_path), checkpoint(tmp_path, step))
+    goes_on.set()
+    callback.on_end(moment(tmp_path), "failed", "x")
+    assert paths.list_names(str(tmp_path / "copies/x/checkpoints")) == ["step_00000002", "step_00000006"]
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "callbacks.mine: checkpoint of step 4 is not copied: one before it still is, and that of step 6 waits"
+    ]
 
 
 def test_a_checkpoint_that_retention_removes_meanwhile_is_no_error(
@@ -189,3 +267,17 @@ def test_values_outside_a_range_are_told_once(tmp_path: Path, caplog: pytest.Log
     callback.on_end(now, "finished", "")
     assert "no logged value has a name like no_such" in caplog.text
     assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_a_value_counts_once_however_many_records_come_behind_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Norms are in some records alone; an evaluation before training has its own step."""
+    callback = WatchMetrics(metrics=["norms/grad_q", "eval/loss"], above=2.0, times=2)
+    for step, logged in ((2, 2), (4, 2), (6, 2), (8, 8)):
+        values, steps = {"norms/grad_q": 3.0, "train/loss": 9.0}, {"norms/grad_q": logged, "train/loss": step}
+        callback.on_step_end(moment(tmp_path, step=step, metrics=values, metric_steps=steps))
+        assert len(caplog.records) == int(step == 8)
+    callback = WatchMetrics(metrics=["eval/loss"], above=2.0)
+    callback.on_evaluate(moment(tmp_path, step=0, metrics_step=-1), {"eval/loss": 3.0})
+    assert "step 0: eval/loss=3 is above 2" in caplog.text

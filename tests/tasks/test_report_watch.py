@@ -14,7 +14,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.task_schema import ReportTaskConfig
 from tpu_experiments.storage import paths
 from tpu_experiments.tasks.report import built
-from tpu_experiments.tasks.report.watch import server_of
+from tpu_experiments.tasks.report.watch import Built, Live, server_of
 
 
 @contextmanager
@@ -75,6 +75,21 @@ def test_nothing_else_is_served(tmp_path: Path) -> None:
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
             assert asked(port, host=host or " ")[0] == 403
         assert asked(port, host=f"127.0.0.1:{port}")[0] == 200
+
+
+def test_what_cannot_be_read_is_answered_too(tmp_path: Path) -> None:
+    folder = Path(made(tmp_path / "a"))
+    (folder / "audit.html").mkdir()
+    with served(f"output_dir={tmp_path}") as port:
+        assert asked(port)[0] == 200
+        assert asked(port, "/a/audit.html")[0] == 404
+        assert asked(port, host="[")[0] == 403
+        assert asked(port, "http://[/")[0] == 403
+
+    def denied() -> Built:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    assert f"Permission denied: &#x27;{tmp_path}" in Live(denied, seconds=1.0).page()
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:

@@ -17,13 +17,15 @@ LAB = '''
 import json
 import math
 import os
+import signal
 
 from tpu_experiments.callbacks.base import Callback
 
 
 class Recorder(Callback):
-    def __init__(self, *, file, ask=None, at=0, fail=None, traffic=False):
-        self.file, self.ask, self.at, self.fail, self.traffic, self.steps = file, ask, at, fail, traffic, 0
+    def __init__(self, *, file, ask=None, at=0, when="on_step_end", kill=-1, fail=None, traffic=False):
+        self.file, self.ask, self.at, self.when, self.kill = file, ask, at, when, kill
+        self.fail, self.traffic, self.steps = fail, traffic, 0
 
     def write(self, event, run, **more):
         if self.fail == event:
@@ -31,6 +33,7 @@ class Recorder(Callback):
         values = {"event": event, "step": run.step, "stage": run.stage, "tokens": run.tokens, "pid": os.getpid()}
         assert all(type(value) is float for value in run.metrics.values()), "host values alone"
         values |= {"metrics_step": run.metrics_step, "loss": run.metrics.get("train/loss"), "steps": self.steps}
+        values |= {"metric_steps": [run.metric_steps.get(name) for name in ("train/loss", "eval/loss")]}
         values |= {"total": run.total_steps, "hours": run.hours, "name": run.run_folder.name, **more}
         if self.traffic:
             import torch_xla.debug.metrics as met
@@ -38,6 +41,10 @@ class Recorder(Callback):
             values["transfers"] = (met.metric_data("TransferFromDeviceTime") or [0])[0]
         with open(self.file.format(name=run.run_folder.name), "a") as file:
             file.write(json.dumps(values) + "\\n")
+        if (event, run.step) == (self.when, self.at) and self.ask:
+            getattr(run, self.ask)("it is enough")
+        if (event, run.step) == ("on_evaluate", self.kill):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_start(self, run):
         run.config.optim.clip_norm = 1e-9
@@ -46,8 +53,6 @@ class Recorder(Callback):
     def on_step_end(self, run):
         self.steps += 1
         self.write("on_step_end", run)
-        if run.step == self.at:
-            getattr(run, self.ask)("it is enough")
 
     def on_evaluate(self, run, values):
         self.write("on_evaluate", run, eval_loss=values["eval/loss"], again=run.metrics["eval/loss"])
@@ -132,6 +137,7 @@ def test_what_a_callback_is_told_alone_and_resumed(tmp_path: Path) -> None:
     assert found[-1]["why"] == ""
     by_step = of(found, "on_step_end")
     assert [record["metrics_step"] for record in by_step] == [2, 4, 6], "plain torch has each record at once"
+    assert [record["metric_steps"] for record in by_step] == [[2, 0], [4, 3], [6, 3]]
     assert [record["loss"] for record in by_step] == losses(tmp_path / "toy")
     assert {record["eval_loss"] == record["again"] for record in of(found, "on_evaluate")} == {True}
     assert {record["total"] for record in found} == {6}
@@ -171,6 +177,59 @@ def test_a_run_is_ended_with_its_export(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "toy" / "result.json").read_text())
     assert again["stages"] == result["stages"]
     assert again["eval_loss"] == result["eval_loss"]
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_stage_that_was_ended_and_killed_ends_as_a_stage_does(tmp_path: Path) -> None:
+    """With its evaluation, also where the run was killed in that; the second life's checkpoint has that it is ended."""
+    for step in (4, 5):
+        ended(*JOB, recorder(tmp_path, ask="end", at=5, kill=5), output_dir=tmp_path, code=-9)
+        assert max((tmp_path / "toy" / "checkpoints").glob("step_*")).name == f"step_{step:08d}"
+    ended(*JOB, output_dir=tmp_path)
+    result = json.loads((tmp_path / "toy" / "result.json").read_text())
+    (stage,) = result["stages"]
+    assert (stage["steps"], stage["ended_by"]) == (5, "callbacks.mine: it is enough")
+    assert stage["eval_loss"] == result["eval_loss"]
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_run_is_ended_where_it_resumes(tmp_path: Path) -> None:
+    """In mid-stage, its stage is ended too."""
+    ended(*JOB, recorder(tmp_path, ask="stop", at=4), output_dir=tmp_path, code=75)
+    ended(*JOB, recorder(tmp_path, ask="end", at=4, when="on_start"), output_dir=tmp_path)
+    result = json.loads((tmp_path / "toy" / "result.json").read_text())
+    (stage,) = result["stages"]
+    assert (stage["steps"], stage["ended_by"]) == (4, "callbacks.mine: it is enough")
+    assert stage["eval_loss"] == result["eval_loss"]
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_run_is_ended_between_two_stages(tmp_path: Path) -> None:
+    """By what is asked for behind the first one's checkpoint, which then says so; it is not made longer."""
+    two = (*JOB, "data=[sample_text,sample_chat]", "curriculum=text_then_chat", "schedule=constant")
+    ended(*two, recorder(tmp_path, ask="end", at=6, when="on_save"), output_dir=tmp_path)
+    result = json.loads((tmp_path / "toy" / "result.json").read_text())
+    assert [(stage["name"], stage["steps"]) for stage in result["stages"]] == [("text", 6)]
+    newest = tmp_path / "toy" / "checkpoints" / "step_00000006"
+    assert json.loads((newest / "progress.json").read_text())["ended_by"] == "callbacks.mine: it is enough"
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_run_that_was_ended_behind_its_last_step_is_made_longer(tmp_path: Path) -> None:
+    job = (*JOB, "schedule=constant", "trainer.max_stage_steps=null")
+    asks = recorder(tmp_path, ask="end", at=6, when="on_evaluate")
+    ended(*job, "curriculum.stages.main.steps=6", asks, output_dir=tmp_path)
+    ended(*job, "curriculum.stages.main.steps=8", output_dir=tmp_path)
+    result = json.loads((tmp_path / "toy" / "result.json").read_text())
+    assert [stage["steps"] for stage in result["stages"]] == [8]
+
+
+@pytest.mark.usefixtures("lab")
+def test_an_error_behind_the_last_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    words = (*JOB, "checkpoint.every_steps=0")
+    said = ended(*words, recorder(tmp_path, fail="on_save"), output_dir=tmp_path, code=1)
+    assert "stopped after step 6: callbacks.mine: on_save failed (OSError: no room for on_save)" in said
+    ended(*words, output_dir=tmp_path)
 
 
 @pytest.mark.usefixtures("lab")

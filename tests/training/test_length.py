@@ -116,6 +116,25 @@ def test_a_run_that_did_not_end_with_its_last_step_is_refused(make_config, tmp_p
     assert f"(stage chat did not end with its last step: {reason})" in str(caught.value)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["between stages", "in the last"])
+def test_a_run_that_a_callback_ended_early_is_refused(make_config, tmp_path, inside):
+    words = (*SMALL, "schedule=constant", "name=run", f"output_dir={tmp_path}")
+    config = make_config(*words)
+    folder = open_run(config)
+    folder.create(config)
+    why = "callbacks.limit: 6 hours have reached hours=6"
+    stages = [StageRecord("text", steps=2), *([StageRecord("chat", steps=3, ended_by=why)] if inside else [])]
+    step = sum(stage.steps for stage in stages)
+    progress = Progress(stage=1, stage_step=step - 2, step=step, stages=stages, ended_by=why).to_dict()
+    groups = {"parameters": {"a": torch.zeros(1)}}
+    save_checkpoint(folder.path("checkpoints"), step=step, groups=groups, progress=progress, keep_last=9)
+    config = make_config(*words, LONGER)
+    with pytest.raises(ConfigError) as caught:
+        new_length(folder, make_inputs(config, resolve_stages(config)), config)
+    where = "chat, 2 of 2" if inside else "text, 1 of 2"
+    assert f"(the run was ended in stage {where}: {why})" in str(caught.value)
+
+
 @pytest.mark.slow
 def test_a_batch_that_ended_an_epoch_with_padding_is_no_batch_of_a_longer_run(refusal, tmp_path):
     words = ("name=run", "schedule=constant", "schedule.warmup_steps=0", "data=sample_text", "curriculum=single")

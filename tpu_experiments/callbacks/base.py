@@ -44,6 +44,8 @@ class Moment:
     """Latest logged value of every name, as in metrics.jsonl; empty until this process has logged some."""
     metrics_step: int
     """Step of the latest record of training; -1 before the first."""
+    metric_steps: Mapping[str, int]
+    """Step of every value of `metrics`: not every record has all, norms are logged more rarely."""
     hours: float
     """Hours of all processes of the run so far, as in goodput/wall_hours."""
     usd: Mapping[str, float | None]

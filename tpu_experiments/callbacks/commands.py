@@ -58,7 +58,10 @@ class RunCommand(Callback):
         self._tell("save", run, f"{run.run_folder.name}: checkpoint {checkpoint.path}")
 
     def on_end(self, run: Moment, ended: Ended, why: str) -> None:
-        """Tell how it ended, and wait until all is told."""
+        """Tell how it ended, and wait until all is told; a run that was asked to stop leaves out what waits."""
+        left = [each for each in self._running if each.cancel()] if ended == "stopped" else []
+        if left:
+            log.warning("callbacks.%s: %d events are not told: the run was asked to stop", run.callback, len(left))
         reason = f": {why}" if why else ""
         self._tell("end", run, f"{run.run_folder.name} {ended} after step {run.step}{reason}", ended=ended)
         wait(self._running)
@@ -79,7 +82,13 @@ class RunCommand(Callback):
         problem = None
         try:
             done = subprocess.run(
-                self._command, input=text, text=True, capture_output=True, timeout=self._max_seconds, check=False
+                self._command,
+                input=text,
+                encoding="utf-8",
+                errors="replace",
+                capture_output=True,
+                timeout=self._max_seconds,
+                check=False,
             )
             if done.returncode:
                 problem = f"exit code {done.returncode}: {' '.join((done.stderr or done.stdout).split())[-300:]}"

@@ -1,6 +1,7 @@
 """Copy checkpoints and the export of a run to another place."""
 
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from tpu_experiments.storage import paths
 
 MARKER = "COMMIT.json"
 """File of a checkpoint without which it does not count; it is copied last."""
+STEP_FOLDER = re.compile(r"step_(\d+)")
 EXPORTS = ("adapter", "model", "base", "README.md", "config.yaml", "result.json")
-"""What a finished run leaves, as far as it has it; result.json last."""
+"""What a finished run leaves beside its parts, as far as it has it; result.json last."""
 STOPPED_SECONDS = 5.0
 """Longest wait for a copy where the run was asked to stop: a machine that is taken back leaves 30 s in all."""
 
@@ -21,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class CopyFolder(Callback):
-    """Copies every checkpoint, and what a finished run leaves, to `<to>/<name of the run>`, in a thread."""
+    """Copies checkpoints, and what a finished run leaves, to `<to>/<name of the run>`, in a thread."""
 
     def __init__(self, *, to: str, keep: int = 2, checkpoints: bool = True) -> None:
         """Take the settings.
 
         Args:
             to: a folder, local or in a bucket.
-            keep: newest checkpoints kept there.
+            keep: newest complete checkpoints kept there.
             checkpoints: false copies only what a finished run leaves.
         """
         problem = place_problem("to", to, kind="folder")
@@ -38,7 +40,11 @@ class CopyFolder(Callback):
             raise ConfigError(f"keep={keep}; it must be at least 1.")
         self._to, self._keep, self._checkpoints = to, keep, checkpoints
         self._last: threading.Thread | None = None
-        """Copies the newest checkpoint; a daemon, so that a process that was asked to stop ends."""
+        """Copies checkpoints; a daemon, so that a process that was asked to stop ends."""
+        self._lock = threading.Lock()
+        self._waiting: tuple[Moment, Checkpoint] | None = None
+        """The newest checkpoint, while one before it is being copied."""
+        self._is_copying = False
 
     def check(self, config: Config) -> None:
         """Refuse to copy a run onto itself."""
@@ -46,18 +52,22 @@ class CopyFolder(Callback):
             raise ConfigError(f"to={self._to}; it is output_dir, where the run itself is; name another folder.")
 
     def on_save(self, run: Moment, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint, unless the one before it is still being copied."""
+        """Copy a checkpoint, as soon as the one before it is copied; of those that wait, the newest alone."""
         if not self._checkpoints:
             return
-        if self._last is not None and self._last.is_alive():
+        with self._lock:
+            left, self._waiting = self._waiting, (run, checkpoint)
+            if not self._is_copying:
+                self._is_copying = True
+                self._last = threading.Thread(target=self._copy_waiting, name="copy", daemon=True)
+                self._last.start()
+        if left is not None:
             log.warning(
-                "callbacks.%s: checkpoint of step %d is not copied: the one before it still is",
+                "callbacks.%s: checkpoint of step %d is not copied: one before it still is, and that of step %d waits",
                 run.callback,
+                left[1].step,
                 checkpoint.step,
             )
-            return
-        self._last = threading.Thread(target=self._copy_checkpoint, args=(run, checkpoint), name="copy", daemon=True)
-        self._last.start()
 
     def on_end(self, run: Moment, ended: Ended, why: str) -> None:
         """Wait for the last copy, and copy what a finished run leaves."""
@@ -67,20 +77,41 @@ class CopyFolder(Callback):
                 log.warning("callbacks.%s: the last checkpoint is not copied: the run was asked to stop", run.callback)
         if ended == "finished":
             place = paths.join(self._to, run.run_folder.name)
-            for name in EXPORTS:
+            result = run.run_folder.finished() or {}
+            for name in [*(result.get("parts") or {}), *EXPORTS]:
                 if paths.exists(run.run_folder.path(name)):
                     copy_tree(run.run_folder.path(name), paths.join(place, name))
             log.info("callbacks.%s: the export is in %s", run.callback, place)
 
+    def _copy_waiting(self) -> None:
+        """Copy the checkpoint that waits, until none does."""
+        while True:
+            with self._lock:
+                taken, self._waiting = self._waiting, None
+                self._is_copying = taken is not None
+            if taken is None:
+                return
+            self._copy_checkpoint(*taken)
+
     def _copy_checkpoint(self, run: Moment, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint and remove older copies; what goes wrong is logged."""
+        """Copy a checkpoint and remove older copies; what goes wrong is logged.
+
+        Incomplete copies are removed too, and those of later steps, which were rolled back. (checkpoint/retention.py
+        does so in the run folder; that is a layer above this one.)
+        """
         folder = paths.join(self._to, run.run_folder.name, "checkpoints")
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
         try:
+            paths.remove_marked(paths.join(folder, name), MARKER)  # of a step that is saved again
             copy_tree(checkpoint.path, paths.join(folder, name), last=MARKER)
-            there = sorted(each for each in paths.list_names(folder) if each.startswith("step_"))
-            for old in there[: -self._keep]:
-                paths.remove_marked(paths.join(folder, old), MARKER)
+            steps = {each: int(found[1]) for each in paths.list_names(folder) if (found := STEP_FOLDER.fullmatch(each))}
+            complete = [
+                each
+                for each in sorted(steps, key=lambda each: steps[each])
+                if steps[each] <= checkpoint.step and paths.exists(paths.join(folder, each, MARKER))
+            ]
+            for each in steps.keys() - set(complete[-self._keep :]):
+                paths.remove_marked(paths.join(folder, each), MARKER)
             log.info("callbacks.%s: checkpoint of step %d is in %s", run.callback, checkpoint.step, folder)
         except FileNotFoundError:
             log.warning(

@@ -30,7 +30,7 @@ class WatchMetrics(Callback):
             metrics: shell patterns over the names of values in metrics.jsonl, such as `norms/grad_*`.
             above: a value above it is outside; null: none is too large.
             below: a value below it is outside; null: none is too small.
-            times: records in a row in which a value is outside, after which it counts.
+            times: records in a row in which a value is outside, of those that have it, after which it counts.
             then: `warn` says so, once until it is back inside; `end` and `stop` end the run, as their names of Moment.
         """
         if isinstance(metrics, str) or not metrics:
@@ -43,16 +43,17 @@ class WatchMetrics(Callback):
             raise ConfigError(f"then={then}; write warn, end or stop.")
         self._patterns, self._above, self._below = list(metrics), above, below
         self._times, self._then = times, then
-        self._seen = -1
-        """Step of the last record that was looked at."""
+        self._seen: dict[str, int] = {}
+        """Step of each value that was looked at last, by its name."""
         self._outside: dict[str, int] = {}
         """Records in a row in which a value was outside, by its name."""
 
     def on_step_end(self, run: Moment) -> None:
-        """Look at the latest record of training, if it is new."""
-        if run.metrics_step != self._seen and run.metrics_step >= 0:
-            self._seen = run.metrics_step
-            self._look(run, {name: value for name, value in run.metrics.items() if not name.startswith("eval/")})
+        """Look at the values of training that are new."""
+        new = {name: step for name, step in run.metric_steps.items() if self._seen.get(name) != step}
+        if new:
+            self._seen |= new
+            self._look(run, {name: run.metrics[name] for name in new if not name.startswith("eval/")})
 
     def on_evaluate(self, run: Moment, values: Mapping[str, float]) -> None:
         """Look at an evaluation."""
@@ -70,7 +71,7 @@ class WatchMetrics(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the counts of a checkpoint."""
-        self._outside, self._seen = {str(name): int(count) for name, count in state["outside"].items()}, -1
+        self._outside, self._seen = {str(name): int(count) for name, count in state["outside"].items()}, {}
 
     def _look(self, run: Moment, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -82,7 +83,7 @@ class WatchMetrics(Callback):
                 continue
             rows = f", {self._times} records in a row" if self._times > 1 else ""
             why = f"{name}={value:.4g} is {bound}{rows}"
-            log.warning("callbacks.%s: step %d: %s", run.callback, run.metrics_step, why)
+            log.warning("callbacks.%s: step %d: %s", run.callback, run.metric_steps.get(name, run.step), why)
             if self._then != "warn":
                 (run.end if self._then == "end" else run.stop)(why)
 

@@ -162,12 +162,14 @@ class Progress:
     def reopen(self, stages: Mapping[str, int]) -> None:
         """Reopen the last, completed stage if it has more steps now (training/length.py).
 
-        `stages` has the steps of each stage by name.
+        `stages` has the steps of each stage by name. A callback that asked the run to end behind the step that was the
+        last is not heeded any more.
         """
-        if not 0 < self.stage == len(self.stages):
+        last = self.stages[-1] if self.stages else None
+        if last is None or last.ended_by is not None or last.steps >= stages[last.name]:
             return
-        last = self.stages[-1]
-        if last.steps < stages[last.name] and last.ended_by is None:
+        self.ended_by = None
+        if self.stage == len(self.stages):
             self.stage, self.stage_step = self.stage - 1, last.steps
 
     def skipped_steps(self, num_steps: int) -> set[int]:

@@ -317,18 +317,18 @@ def _with_stage(own: ScheduleConfig, of_stage: StageScheduleConfig) -> ScheduleC
 
 
 OF_SHAPE = {
-    "decay_shape": ("wsd", "linear"),
-    "cycles": ("cosine_with_restarts", 2),
-    "power": ("polynomial", 1.0),
-    "timescale": ("inverse_sqrt", None),
+    "decay_shape": "wsd",
+    "cycles": "cosine_with_restarts",
+    "power": "polynomial",
+    "timescale": "inverse_sqrt",
 }
-"""Keys of a schedule that one shape alone reads: that shape, and their defaults."""
+"""Keys of a schedule that one shape alone reads, with that shape."""
 
 
 def _schedule_problems(config: Config, name: str) -> list[str]:
     """Return what contradicts itself in a stage's schedule, or would do nothing."""
     stage, own, key = config.curriculum.stages[name], config.schedule, f"curriculum.stages.{name}.schedule"
-    found, lr, problems = _with_stage(own, stage.schedule), _lr(config, stage), []
+    found, lr, problems, unset = _with_stage(own, stage.schedule), _lr(config, stage), [], ScheduleConfig()
     if found.warmup_steps is not None and found.warmup_ratio is not None:
         place = "schedule" if stage.schedule.warmup_steps is None else key
         problems.append(
@@ -355,11 +355,11 @@ def _schedule_problems(config: Config, name: str) -> list[str]:
             f"2405.15682); use {place}=constant, or optim=adamw."
         )
     shapes = {_with_stage(own, each.schedule).name for each in config.curriculum.stages.values()}
-    for part, (shape, default) in OF_SHAPE.items():
+    for part, shape in OF_SHAPE.items():
         given = getattr(stage.schedule, part)
         if given is not None and found.name != shape:
             problems.append(f"{key}.{part}={given} with the schedule {found.name}; it is a key of {shape} alone.")
-        if getattr(own, part) != default and shape not in shapes:
+        if getattr(own, part) != getattr(unset, part) and shape not in shapes:
             problems.append(
                 f"schedule.{part}={getattr(own, part)} with schedule={own.name}; it is a key of {shape} alone."
             )

@@ -62,7 +62,7 @@ class Muon:
     def update(
         self, parameters: Named, grads: Named, state: State, *, lr: Tensor, decay: Mapping[str, float]
     ) -> tuple[dict[str, Tensor], State]:
-        matrices = {name: p for name, p in parameters.items() if self.takes(name, p)}
+        matrices = {name: p for name, p in parameters.items() if "momentum" in state[name]}
         rest = {name: p for name, p in parameters.items() if name not in matrices}
         new_parameters, new_state = self.adamw.update(rest, grads, state, lr=lr, decay=decay)
         for name, p in matrices.items():

@@ -38,6 +38,7 @@ class Callbacks:
         self._settings = config.callbacks
         self._progress = Progress()
         self._metrics: Mapping[str, float] = MappingProxyType({})
+        self._metric_steps: Mapping[str, int] = MappingProxyType({})
         self._metrics_step = -1
         self._state: dict[str, Any] = {}
         self._slow = set[str]()
@@ -46,12 +47,13 @@ class Callbacks:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of a log record, which are floats of the host."""
         self._metrics = MappingProxyType({**self._metrics, **values})
+        self._metric_steps = MappingProxyType({**self._metric_steps, **dict.fromkeys(values, step)})
         if "train/lr" in values:
             self._metrics_step = step
 
     def rewind(self) -> None:
         """Forget the values of steps that were rolled back."""
-        self._metrics, self._metrics_step = MappingProxyType({}), -1
+        self._metrics, self._metric_steps, self._metrics_step = MappingProxyType({}), MappingProxyType({}), -1
 
     def start(self, progress: Progress) -> None:
         """Tell all that training begins or goes on."""
@@ -132,6 +134,7 @@ class Callbacks:
             tokens=progress.tokens,
             metrics=self._metrics,
             metrics_step=self._metrics_step,
+            metric_steps=self._metric_steps,
             hours=hours,
             usd=MappingProxyType(usd),
             run_folder=self._folder,

@@ -57,7 +57,7 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
 
     Raises:
         ConfigError: a stage became shorter; completed steps would differ in the longer run and no checkpoint from
-            before them is kept; or the last stage ended early or with its best evaluation.
+            before them is kept; or the run or its last stage ended early, or that with its best evaluation.
     """
     stored = folder.stored_identity()
     if stored is None or not is_of_other_length(stored, config):
@@ -85,6 +85,11 @@ def new_length(folder: RunFolder, inputs: RunInputs, config: Config) -> NewLengt
     if last is not None and progress.stage == len(progress.stages) and (last.ended_by or last.restored_step):
         reason = last.ended_by or f"it ended with step {last.restored_step}, its best"
         raise _refusal(folder, config, stored, reason=f"stage {last.name} did not end with its last step: {reason}")
+    if last is not None and progress.ended_by and (last.ended_by or len(progress.stages) < len(new_steps)):
+        reason = (
+            f"the run was ended in stage {last.name}, {len(progress.stages)} of {len(new_steps)}: {progress.ended_by}"
+        )
+        raise _refusal(folder, config, stored, reason=reason)
     return NewLength(found[0], sum(new_steps), prefix.reason)
 
 

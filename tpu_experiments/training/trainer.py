@@ -333,16 +333,20 @@ class Trainer:
             self.outputs.begin(step=self.progress.step, meters=self.meters)
             if self.outputs.callbacks is not None:
                 self.outputs.callbacks.start(self.progress)
-            self.heed_callbacks()
+            self.heed_callbacks(ends_stage=self.is_inside_stage)
             place = self.outputs.folder.path("profile")
             self.profiler = Profiler(self.config.trainer.profile, self.runtime, folder=place, idle=self.idle)
             if self.progress.eval_loss_before is None:
                 self.evaluate_before()
-            while self.progress.stage < len(self.inputs.stages) and self.progress.ended_by is None:
+            while self.progress.stage < len(self.inputs.stages) and (
+                self.progress.ended_by is None or self.progress.stage_step > 0  # a stage that was left is ended too
+            ):
                 try:
                     self.run_stage(self.inputs.stages[self.progress.stage])
                 except RollBack as request:
                     self.roll_back(request)
+            if not self.is_saved:  # ended behind the last stage's save
+                self.save(ends_stage=True)
             self.finish_run()
         except UnexpectedProgram as error:
             self.stop_on_recompile(error)
@@ -410,6 +414,7 @@ class Trainer:
         self.heed_callbacks()
         self.progress.stage, self.progress.stage_step = stage.index + 1, 0
         self.save(ends_stage=True)
+        self.heed_callbacks()  # what on_save asked for, or its error
 
     def train_stage(self, stage: Stage, rows: ReplayedRows, *, num_steps: int) -> None:
         """Train the remaining steps of a stage, up to its exit test if it has one."""
@@ -570,10 +575,16 @@ class Trainer:
             )
         if self.progress.step == 0 or self.progress.ended_by is not None:
             return  # without a step there is nothing to export: it is asked again behind the first
-        self.progress.ended_by = why
+        self.progress.ended_by, self.is_saved = why, False
         if ends_stage:
             self.progress.stages[-1].ended_by = why
         log.info("the run ends after step %d: %s", self.progress.step, why)
+
+    @property
+    def is_inside_stage(self) -> bool:
+        """Return whether the run is between two steps of a stage."""
+        steps = steps_by_stage(self.inputs, config=self.config)
+        return 0 < self.progress.stage_step < steps[self.progress.stages[-1].name]
 
     def roll_back(self, request: RollBack) -> None:
         """Restore the last good checkpoint and mark the bad steps to be skipped."""

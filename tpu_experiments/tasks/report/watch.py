@@ -45,7 +45,7 @@ class Live:
                     text, runs = self._build()
                     self._folders = {run.label: run.folder for run in runs}
                     self._page = text.replace("<main>", f"<main>\n{self._links()}", 1)
-                except ConfigError as error:
+                except (ConfigError, OSError) as error:
                     self._page = f"<!DOCTYPE html><title>no report yet</title><p>{html.escape(str(error))}</p>"
                 self._built_at = time.monotonic()
             return self._page
@@ -57,14 +57,14 @@ class Live:
             return None
         try:
             return paths.read_bytes(paths.join(folder, name))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def _links(self) -> str:
         found = []
         for label, folder in self._folders.items():
-            names = [name for name in PAGES if name in paths.list_names(folder)]
-            links = (f'<a href="/{quote(label, safe="")}/{name}">{name}</a>' for name in names)
+            there = paths.list_names(folder)
+            links = (f'<a href="/{quote(label, safe="")}/{name}">{name}</a>' for name in PAGES if name in there)
             found.append(f"<li>{html.escape(label)}: {' '.join(links)}</li>")
         return f"<ul>{''.join(found)}</ul>"
 
@@ -75,8 +75,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the report, or a page of a run."""
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        parts = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            path = urlsplit(self.path).path
+        except ValueError:  # such as `[`, which no address is
+            host, path = None, ""
+        parts = [unquote(part) for part in path.split("/")[1:]]
         if host not in OWN_NAMES:
             self._send(403, b"this page is for this machine alone\n", "text/plain")
         elif parts == [""]:
