@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.usefixtures("root_logger", "plain_attention"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-TRAINING = ("hw.runtime=eager", "hw.num_threads=1", "trainer.max_stage_steps=4", "sample.max_new_tokens=0")
+EAGER = ("hw.runtime=eager", "hw.num_threads=1")
+TRAINING = (*EAGER, "trainer.max_stage_steps=4", "sample.max_new_tokens=0")
 TRAINING += ("optim.lr=0.02",)
 NAME = "tiny_sample_text_sample_chat_cpu"
 LIMIT = 96
@@ -40,6 +41,8 @@ TASKS = {
     'generation_kwargs: {until: ["."], max_gen_toks: 9}\nmetric_list: [{metric: exact_match}]\n',
     "drawn": 'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[gold]}}"\n'
     "generation_kwargs: {do_sample: true, temperature: 1.0}\nmetric_list: [{metric: exact_match}]\n",
+    "beams": 'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[gold]}}"\n'
+    "generation_kwargs: {num_beams: 4, max_gen_toks: 5}\nmetric_list: [{metric: exact_match}]\n",
 }
 
 
@@ -165,9 +168,50 @@ def test_a_report_shows_the_figures_with_their_intervals(outputs, answered):
     assert low < float(cell.text) < high
 
 
+def test_a_run_of_preferences_scores_texts(outputs, tasks, tmp_path):
+    """Its own objective sums pairs; the base of both is one."""
+    names = f"task.harness=[own_choice] task.harness_tasks={tasks} task.seq_len={LIMIT} task.adapter=none"
+    words = ("task=evaluate", *EAGER, *names.split(), f"output_dir={tmp_path}")
+    found = []
+    for own in ((), ("objective=dpo", "data=stories_pairs_ro")):
+        evaluate.run(composed(*words, *own))
+        (file,) = tmp_path.glob("evaluations/*/harness_results.json")
+        found.append(json.loads(file.read_text())["base"])
+        file.unlink()
+    assert found[0] == found[1]
+
+
+def test_contexts_that_lose_their_start_are_counted(outputs, tasks, caplog):
+    evaluated(outputs, tasks, "choice", more=("task.seq_len=24",))
+    (told,) = [record.message for record in caplog.records if "lose their start" in record.message]
+    assert int(told.split()[1]) > 0
+
+
+def test_a_request_that_was_not_made_before_has_no_answer():
+    asked = Answers()
+    assert asked.score(((1,), (2,))) == (0.0, False)
+    whole = Answers(is_whole=True, scores=asked.scores)
+    assert whole.score(((1,), (2,))) == (0.0, False)
+    with pytest.raises(ConfigError, match="asks something else each time"):
+        whole.score(((1,), (3,)))
+    with pytest.raises(ConfigError, match="asks something else each time"):
+        whole.text(((1,), 4, ()))
+
+
+def test_settings_that_nothing_reads_are_refused():
+    with pytest.raises(ConfigError, match=r"task\.generate=3 with task.harness="):
+        composed("task=evaluate", "task.harness=[own_choice]", "task.generate=3")
+    with pytest.raises(ConfigError, match=r"task\.harness_limit=3 without task.harness"):
+        composed("task=evaluate", "task.harness_limit=3")
+
+
 def test_what_cannot_be_asked_is_told(outputs, tasks):
     with pytest.raises(ConfigError, match="own_drawn draws its answers"):
         evaluated(outputs, tasks, "drawn")
+    with pytest.raises(ConfigError, match="own_beams asks for num_beams in writing"):
+        evaluated(outputs, tasks, "beams")
+    with pytest.raises(ConfigError, match="harness_tasks=/none; there is no such folder"):
+        evaluated(outputs, Path("/none"), "choice")
     with pytest.raises(ConfigError, match=r"'own_choice2', which is no task .* Near ones: own_choice, "):
         evaluated(outputs, tasks, "choice2")
     with pytest.raises(ConfigError, match=r"own_lost\]; lm-evaluation-harness stopped: FileNotFoundError"):

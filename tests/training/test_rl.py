@@ -97,6 +97,7 @@ def test_it_writes_what_it_learns_from_and_says_how_it_went(whole) -> None:
     assert not [each for each in result["findings"] if "training rows" in each["message"]], "it does not learn them"
 
 
+@pytest.mark.filterwarnings("ignore:Degrees of freedom <= 0", "ignore:Mean of empty slice")  # too few have a reward
 def test_log_probabilities_are_of_the_parameters_that_wrote_the_answers(whole) -> None:
     """By two programs: the decoder has a cache and draws, scoring runs whole rows. Those of the start stay."""
     store = RolloutStore(str(whole[0] / "own" / "rollouts"))

@@ -38,6 +38,7 @@ from tpu_experiments.config.task_schema import (
     ServeTaskConfig,
     certifying_problems,
     doctoring_problems,
+    evaluating_problems,
     exporting_problems,
     generating_problems,
     planning_problems,
@@ -48,7 +49,10 @@ from tpu_experiments.config.tracing import tracing_problems
 
 CHIPS_OF_A_HOST, CHIPS_OF_A_V4_OR_V5P_HOST = 8, 4
 """Largest number of chips of one v5e or v6e host, and of one v4 or v5p host, whose slices are named by cores."""
-OF_TASKS = (planning_problems, doctoring_problems, certifying_problems, exporting_problems, tokenizer_problems)
+OF_TASKS = (
+    *(planning_problems, doctoring_problems, certifying_problems, evaluating_problems),
+    *(exporting_problems, tokenizer_problems),
+)
 OF_A_RUN = ("evaluate", "generate", "serve", "export", "quantize")
 """Tasks that take a run's own objective beside the data of the command, which it was not trained on."""
 NEED_ONE_HOST = ("resume_check", "evaluate", "generate", "serve", "export", "quantize", "tokenizer")

@@ -304,6 +304,24 @@ class EvaluateTaskConfig(TaskConfig):
     """Whether the tokenizer's chat template is applied to the prompts."""
 
 
+OF_BOTH = ("name", "run", "adapter", "seq_len", "resamples", "confidence")
+"""Settings of task=evaluate that held-out documents and `task.harness` read."""
+
+
+def evaluating_problems(task: TaskConfig) -> list[str]:
+    """Return settings of task=evaluate that nothing reads; none for another task."""
+    if not isinstance(task, EvaluateTaskConfig):
+        return []
+    default = EvaluateTaskConfig(name=task.name)
+    given = [name for name in vars(task) if getattr(task, name) != getattr(default, name) and name not in OF_BOTH]
+    others = [name for name in given if name.startswith("harness") != bool(task.harness)]
+    if task.harness:
+        why = f"with task.harness=[{','.join(task.harness)}], which is evaluated instead of the held-out documents"
+    else:
+        why = "without task.harness, whose tasks it is for"
+    return [f"task.{name}={getattr(task, name)} {why}; leave it out." for name in others]
+
+
 # ---- generate -----------------------------------------------------------------------------------------------
 
 

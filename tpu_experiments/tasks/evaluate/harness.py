@@ -7,10 +7,12 @@ answers that the base and the trained model gave. Requests are cut into tokens a
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from statistics import NormalDist
 from typing import Any, cast
 
 import numpy as np
@@ -26,16 +28,16 @@ from tpu_experiments.data.steps.pack import FlatTokens
 from tpu_experiments.data.tokens.tokenize import LEARN
 from tpu_experiments.loggers.runlog import start_run_log
 from tpu_experiments.metrics.goodput import Stopwatch
-from tpu_experiments.models.passes.forward import first_position
-from tpu_experiments.models.sources.build import describe
+from tpu_experiments.models.parts.rope import row_limits
 from tpu_experiments.objectives.base import model_source, writes_text
 from tpu_experiments.pages.table import aligned
 from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
+from tpu_experiments.tasks.evaluate.inputs import check_length
 from tpu_experiments.tasks.evaluate.looked_up import Answers, Scored, Written
-from tpu_experiments.tasks.evaluate.subject import Subject, task_of
+from tpu_experiments.tasks.evaluate.subject import Subject, of_texts, task_of
 from tpu_experiments.tasks.setup import check_model
 from tpu_experiments.training.batches import load_run_tokenizer
 
@@ -48,8 +50,6 @@ MULTIPLE = 128
 """Row lengths are multiples of this many tokens, which a TPU pads to."""
 KEPT = ("results", "n-shot", "n-samples", "versions")
 """What is written of the harness's own results."""
-BETWEEN = 1.959963984540054
-"""Standard errors on each side of a figure in its 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def run(subject: Subject) -> None:
     Raises:
         ConfigError: the harness is not installed, a task is unknown or cannot be asked, or the model writes no text.
     """
-    config, task = subject.config, task_of(subject.config)
-    check_harness(config)
+    check_harness(subject.config)
+    config = replace(subject.config, objective=of_texts())  # whatever the run learnt by, it scores next tokens here
+    subject, task = replace(subject, config=config), task_of(config)
     check_model(config, [])
     tokenizer = load_run_tokenizer(config)
     limit = row_limit(config, tokenizer=tokenizer)
@@ -78,16 +79,19 @@ def run(subject: Subject) -> None:
     asked = Asked(tuple(found.scores), tuple(found.texts), tokenizer, row_length(found, limit=limit))
     log.info("%s: %d continuations to score and %d answers to write, in rows of %d tokens", ", ".join(task.harness),
              len(asked.scored), len(asked.written), asked.seq_len)  # fmt: skip
+    if found.num_cut:
+        log.warning("task.harness: %d contexts are longer than %d tokens and lose their start", found.num_cut, limit)
     launch(evaluate_process, config, subject, asked, limit)
 
 
 def check_harness(config: Config) -> None:
-    """Require the harness, and a model that writes text.
+    """Require the harness, the folder of own tasks, and a model that writes text.
 
     Raises:
         ConfigError: one of them is missing.
     """
-    shown = f"task.harness=[{','.join(task_of(config).harness)}]"
+    task = task_of(config)
+    shown = f"task.harness=[{','.join(task.harness)}]"
     if not writes_text(config):
         raise ConfigError(
             f"{shown} with objective={config.objective.name}; the tasks of lm-evaluation-harness are for causal "
@@ -98,21 +102,18 @@ def check_harness(config: Config) -> None:
             f"{shown} needs lm-evaluation-harness, which is not installed; pip install lm-eval=={VERSION} (the extra "
             "`harness`)."
         )
+    if task.harness_tasks is not None and not Path(task.harness_tasks).is_dir():
+        raise ConfigError(f"task.harness_tasks={task.harness_tasks}; there is no such folder; name one of task files.")
 
 
 def row_limit(config: Config, *, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the most tokens of a context with what is scored behind it: `task.seq_len`, else the model's own limit."""
-    source = model_source(config)
-    module, _ = describe(source, lora=config.lora)
-    known = getattr(source.config, "max_position_embeddings", None)
-    most = None if known is None else known - first_position(module)
     wanted = task_of(config).seq_len
-    if wanted is not None and most is not None and wanted > most:
-        raise ConfigError(
-            f"task.seq_len={wanted} is longer than model={config.model.name} allows (max_position_embeddings={known}); "
-            f"use {most} or less."
-        )
-    return wanted or most or min(2048, tokenizer.model_max_length)
+    if wanted is not None:
+        check_length(config, wanted)
+        return wanted
+    limits = row_limits(model_source(config).config).values()
+    return min(limits, default=min(2048, tokenizer.model_max_length))
 
 
 def row_length(found: Answers, *, limit: int) -> int:
@@ -194,7 +195,7 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, asked: 
         with watch.measure("score"):
             scores = dict(zip(asked.scored, scored(model, asked.scored), strict=True))
         with watch.measure("write"):
-            found[state] = Answers(scores, written(model, asked.written))
+            found[state] = Answers(is_whole=True, scores=scores, texts=written(model, asked.written))
     if runtime.rank == 0:
         results = {
             state: figures_of(task, answers, tokenizer=asked.tokenizer, limit=limit, resamples=task.resamples)
@@ -202,7 +203,8 @@ def evaluate_process(runtime: Runtime, config: Config, subject: Subject, asked: 
         }
         file = paths.join(paths.folder_of(subject.results), "harness_results.json")
         told = {state: {key: each[key] for key in KEPT if key in each} for state, each in results.items()}
-        figures = benchmarks_of({state: each["results"] for state, each in results.items()})
+        tables = {state: each["results"] for state, each in results.items()}
+        figures = benchmarks_of(tables, confidence=task.confidence)
         fields: dict[str, Any] = {"harness": VERSION, "evaluated": subject.kind, "place": subject.place or None}
         fields |= {"model": config.model.name, "limit": limit, "benchmarks": figures, **told, "seconds": watch.seconds}
         paths.make_dirs(paths.folder_of(file))
@@ -241,8 +243,11 @@ def ended(text: str, until: Sequence[str]) -> str:
     return text
 
 
-def benchmarks_of(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
+def benchmarks_of(
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]], *, confidence: float
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return `value`, and `low` and `high` where its standard error is known, by `<task> <figure>` and state."""
+    width = NormalDist().inv_cdf((1 + confidence) / 2)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for state, tasks in results.items():
         for name, figures in tasks.items():
@@ -254,13 +259,13 @@ def benchmarks_of(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dic
                 error = figures.get(f"{measure}_stderr,{how}")
                 known = {"value": float(value)}
                 if isinstance(error, float) and np.isfinite(error):
-                    known |= {"low": value - BETWEEN * error, "high": value + BETWEEN * error}
+                    known |= {"low": value - width * error, "high": value + width * error}
                 found.setdefault(title, {})[state] = known
     return found
 
 
 def as_text(figures: Mapping[str, Mapping[str, Mapping[str, float]]], *, states: Sequence[str]) -> str:
-    """Return the table of figures, the base beside the trained model, with intervals of 95 % from standard errors."""
+    """Return the table of figures, the base beside the trained model, with intervals from standard errors."""
     lines = [("benchmark", *states)]
     lines += [(title, *(_shown(each[state]) for state in states)) for title, each in figures.items()]
     return aligned(lines)
@@ -279,6 +284,4 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -9,6 +9,7 @@ from tpu_experiments.config.curriculum import Geometry, Stage
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.held_out import HeldOut, held_out_documents
+from tpu_experiments.models.parts.rope import row_limits
 from tpu_experiments.objectives.base import Computing, model_source, objective_class, objective_of, writes_text
 from tpu_experiments.storage import paths, strict_json
 from tpu_experiments.tasks.evaluate.ngrams import Ngrams, counted
@@ -110,12 +111,12 @@ def check_length(config: Config, seq_len: int) -> None:
         ConfigError: `task.seq_len` exceeds it.
     """
     source = model_source(config)
-    limit = getattr(source.config, "max_position_embeddings", None)
-    if limit is not None and seq_len > limit:
-        raise ConfigError(
-            f"task.seq_len={seq_len} is longer than model={config.model.name} allows (max_position_embeddings="
-            f"{limit}); use {limit} or less."
-        )
+    for name, limit in row_limits(source.config).items():
+        if seq_len > limit:
+            raise ConfigError(
+                f"task.seq_len={seq_len} is longer than model={config.model.name} allows ({name}={limit}); use {limit} "
+                "or less."
+            )
 
 
 def write_documents(splits: dict[str, HeldOut], *, tokenizer: PreTrainedTokenizerBase, file: str) -> None:

@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.tasks.evaluate.looked_up import MOST_NEW, Answers
 
+WITHOUT_DRAWS = {"top_p", "top_k"}
+"""Settings of draws, which the likeliest text has none of."""
+
 
 class Respondent(TemplateLM):
     """Look requests up among the answers; one that is missing is noted with an empty answer.
@@ -57,10 +60,10 @@ class Respondent(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        begins = add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        how = {"add_special_tokens": False if begins else add_special_tokens}
-        ids = self.tokenizer.encode(string, **({} if how["add_special_tokens"] is None else how))
-        return [int(each) for each in ids]
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return [int(each) for each in self.tokenizer.encode(string, **how)]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return [self._score(context, behind) for _, context, behind in requests]
@@ -81,14 +84,15 @@ class Respondent(TemplateLM):
         return [self._text(request) for request in requests]
 
     def _score(self, context: Sequence[int], behind: Sequence[int]) -> tuple[float, bool]:
-        kept = [*context, *behind][-(self.max_length + 1) :]
+        kept = [*context, *behind][-self.limit :]
+        self.answers.num_cut += len(kept) < len(context) + len(behind)
         if not behind or len(behind) >= len(kept):
             raise ConfigError(
                 f"task.seq_len={self.limit}; a continuation of {len(behind)} tokens and its context of "
                 f"{len(context)} cannot be scored in a row of so many; raise it."
             )
         key = (tuple(kept[: -len(behind)]), tuple(behind))
-        return self.answers.scores.setdefault(key, (0.0, False))
+        return self.answers.score(key)
 
     def _text(self, request: Instance) -> str:
         text, given = request.args
@@ -101,6 +105,12 @@ class Respondent(TemplateLM):
                 f"task.harness; {request.task_name} draws its answers (do_sample, temperature), and here an answer is "
                 "the likeliest text; leave the task out."
             )
+        unknown = sorted(how.keys() - WITHOUT_DRAWS)
+        if unknown:
+            raise ConfigError(
+                f"task.harness; {request.task_name} asks for {', '.join(unknown)} in writing, which is not done here; "
+                "leave the task out."
+            )
         room = self.limit - num_new
         if room < 1:
             raise ConfigError(
@@ -108,5 +118,6 @@ class Respondent(TemplateLM):
                 "for a prompt; raise it."
             )
         end = self.tokenizer.decode(self.eot_token_id)
-        key = (tuple(self.tok_encode(text)[-room:]), num_new, (*until, end))
-        return self.answers.texts.setdefault(key, "")
+        ids = self.tok_encode(text)
+        self.answers.num_cut += len(ids) > room
+        return self.answers.text((tuple(ids[-room:]), num_new, (*until, end)))

@@ -141,7 +141,7 @@ def _objective_of_data(config: Config) -> ObjectiveConfig:
         )
     if are_pairs == {False}:
         log.info("objective=%s; these documents are no pairs: they are scored as texts", name)
-        return next(kind(key) for key, kind in OBJECTIVES.items() if kind._target_ == FIRST)
+        return of_texts()
     told = ", ".join(f"data.{source}.kind={kind}" for source, kind in kinds.items())
     raise ConfigError(
         f"{told}, with the run's objective={name}; "
@@ -151,6 +151,11 @@ def _objective_of_data(config: Config) -> ObjectiveConfig:
             else "it does not compare the answers of pairs; select texts, or evaluate a run of preferences."
         )
     )
+
+
+def of_texts() -> ObjectiveConfig:
+    """Return the objective of texts: next tokens."""
+    return next(kind(key) for key, kind in OBJECTIVES.items() if kind._target_ == FIRST)
 
 
 def _require_scored(folder: RunFolder) -> None:
