@@ -1,6 +1,7 @@
 """Sizes that are counted from modules, against torch's counter of FLOPs, the formulas, and a training program."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.metrics import flops as flops_module
 from tpu_experiments.metrics.flops import Counted, Recomputed, counted_decoder, flops_of_token, read_decoder
+from tpu_experiments.models.adapters.lora import inject
+from tpu_experiments.models.adapters.token_rows import vocabulary_modules
 from tpu_experiments.models.stack.fold import decoder_layers, repetition
 from tpu_experiments.objectives.base import trained_flops
 
@@ -65,6 +68,55 @@ def test_mixtures_without_a_formula_are_counted(model_type: str, values: dict[st
     theirs, ours, parameters, sizes = counts(config)
     assert ours == theirs
     assert sizes.parameters == parameters
+
+
+def injected(config: Any, lora: LoraConfig) -> tuple[Any, int]:
+    """A module without weights with adapters, and how many parameters are trained."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return module, inject(module, lora).trainable
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen2_moe", "gpt2", "gpt_neox", "olmo2", "xlstm"])
+def test_what_adapters_train_is_counted_as_injected(model_type: str) -> None:
+    """Of the embedding, which each class names in its way, and of experts."""
+    config = small_config(model_type)
+    plain = LoraConfig(r=4, alpha=8.0, targets=["all-linear"], ensure_weight_tying=True)
+    sizes, (module, num_plain) = read_decoder(config), injected(config, plain)
+    assert [sizes.embedding_name, sizes.head_name] == list(vocabulary_modules(module))
+    leaf = sizes.embedding_name.rpartition(".")[2]
+    settings: list[dict[str, Any]] = [{"targets": ["all-linear", leaf]}, {"trainable_token_indices": {leaf: [3, 5]}}]
+    settings += [{"modules_to_save": [leaf]}]
+    for lora in (replace(plain, **each) for each in settings):
+        module, num_trained = injected(config, lora)
+        rows, saved = sizes.hidden * sum(sizes.rows_by_name(lora).values()), sizes.saved_by_name(lora).values()
+        assert sizes.adapter_parameters(lora) + rows + sum(map(math.prod, saved)) == num_trained > num_plain
+        assert sizes.trains_head(lora) == module.get_output_embeddings().weight.requires_grad
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen2_moe"])
+def test_adapters_of_experts_are_counted_as_injected(model_type: str) -> None:
+    config = small_config(model_type)
+    sizes = read_decoder(config)
+    assert isinstance(sizes, Counted)
+    plain = LoraConfig(r=4, alpha=8.0, targets=["all-linear"])
+    lora = replace(plain, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    module, num_trained = injected(config, lora)
+    assert sizes.adapter_parameters(lora) == num_trained
+    share = config.num_experts_per_tok / module.get_parameter(next(iter(sizes.adapted_experts(lora)))).shape[0]
+    how = {"seq_len": SEQ_LEN, "recomputed": Recomputed()}
+    flops, less = (flops_of_token(config, lora=each, **how) for each in (lora, plain))
+    of_experts = num_trained - sizes.adapter_parameters(plain)
+    assert flops.lora - less.lora == pytest.approx(6.0 * of_experts * share)
+    # A layer's last matrix is not computed again: that of experts, unless a shared expert follows.
+    leaves = ("gate_up_proj", "down_proj")[: 2 if "shared_expert" in sizes.last_projection else 1]
+    second = tuple(f"{leaf}.lora_B" for leaf in leaves)
+    experts = ((name, p) for name, p in module.named_parameters() if p.ndim == 3)
+    again = sum(p.numel() for name, p in experts if name.endswith(second))
+    assert flops.recomputation - less.recomputation == pytest.approx(2.0 * again * share)
 
 
 @pytest.mark.parametrize("model_type", [name for name in BY_FORMULA if name != "qwen3_5_text"])

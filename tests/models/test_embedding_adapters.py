@@ -53,6 +53,7 @@ def test_losses_and_gradients_are_those_of_peft(make_config, case: str) -> None:
     run, model = with_peft(make_config(*overrides(*CASES.get(case, APART))))
     own = {id(p): p.numel() for p in run.parameters.values()}
     assert run.model.report.trainable == sum(own.values())
+    assert run.model.report.adapters == sum(name.endswith("_A") for name in run.parameters)
     assert has_plain_head(run.model.module) == (case in ("untied", "apart"))
     require_equal_gradients(run, model)
     require_equal_steps(run, model, num_steps=8)

@@ -176,6 +176,11 @@ def test_a_file_of_other_experts_is_refused(tmp_path: Path) -> None:
             read_adapter(str(tmp_path))
     save_file(tensors, tmp_path / ADAPTER_FILE)
     file = tmp_path / ADAPTER_CONFIG
+    plain = file.read_text()
+    file.write_text(json.dumps(json.loads(plain) | {"use_dora": True}))
+    with pytest.raises(ConfigError, match=r"use_dora=true and .*experts.*down_proj has no lora_magnitude_vector"):
+        read_adapter(str(tmp_path))
+    file.write_text(plain)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": "experts.down_proj"}))
     with pytest.raises(ConfigError, match=r"target_parameters='experts.down_proj'; it must be a list of names"):
         read_adapter(str(tmp_path))

@@ -16,6 +16,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import STATE_BYTES, AdafactorConfig
 from tpu_experiments.metrics.flops import Recomputed, decoder_flops, flops_of_token, mean_keys, read_decoder
 from tpu_experiments.models.adapters.lora import inject
+from tpu_experiments.models.adapters.low_rank_qat import grid_of
 from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.planning.analytic import step_settings
 from tpu_experiments.planning.work import StepSettings, analytic_memory, flash_attention_flops
@@ -311,6 +312,42 @@ def test_moments_of_8_bits_have_the_bytes_of_the_optimizer_s_own_state(choice: t
     memory = analytic_memory(config.model.arch, step=settings)
     assert memory.optimizer == pytest.approx(expected, rel=1e-3)
     assert 2.03 <= 4 * memory.optimizer / memory.adapters < 2.2
+
+
+QAT = ("model.linear=lr_qat", "model.linear_group=128")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (OF_EMBEDDING,),
+        (OF_ROWS,),
+        ("lora.modules_to_save=[embed_tokens,norm,layers.3.mlp]", "lora.ensure_weight_tying=true"),
+        QAT,
+        (*QAT[:1], "lora.targets=[q_proj]"),
+        ("lora=none",),
+    ],
+)
+def test_muon_has_one_moment_of_matrices_of_layers_and_adapters_and_two_of_the_rest(words: tuple[str, ...]) -> None:
+    config = composed("model=qwen05b", *R16, *words, "optim=muon", "hw=v5e1")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.model.arch), trust_remote_code=False)
+    inject(module, config.lora, grid=grid_of(config.model))
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    state = optimizer_of(config).init(trained)
+    expected = sum(t.nbytes for name, slots in state.items() if name for t in slots.values())
+    memory = analytic_memory(config.model.arch, step=step_settings(config, resolve_stages(config)[0].geometry))
+    assert memory.optimizer * 2**30 == pytest.approx(expected)
+
+
+def test_what_is_saved_by_name_is_what_is_not_computed_again() -> None:
+    """The output of down_proj, which the gradient of its lengths reads."""
+    lora = replace(LORA, dora=True)
+    flops = [flops_of_token(MISTRAL, seq_len=2048, lora=lora, recomputed=Recomputed(n)) for n in ((), ("down_proj",))]
+    assert flops[0].recomputation - flops[1].recomputation == pytest.approx(2.0 * 32 * (14336 + 16) * 4096)
+    step = StepSettings(trainable="lora", lora=lora, seq_len=2048, micro_rows=1, recompute=True)
+    memory = [analytic_memory(MISTRAL, step=replace(step, saved=names)) for names in ((), ("down_proj",))]
+    assert (memory[1].activations - memory[0].activations) * 2**30 == pytest.approx(2 * 2048 * 32 * 4096)
 
 
 def test_gemma_s_vocabulary_is_what_128_rows_cannot_hold() -> None:

@@ -20,10 +20,14 @@ def is_target(name: str, target: str) -> bool:
 
     A target is `all-linear` (every Linear inside a layer), the last part of a name, or a glob over the full name.
     """
-    *path, leaf = name.split(".")
     if target == ALL_LINEAR:
-        return any(part.isdigit() for part in path)
-    return leaf == target or fnmatch.fnmatchcase(name, target)
+        return is_in_layer(name)
+    return name.rpartition(".")[2] == target or fnmatch.fnmatchcase(name, target)
+
+
+def is_in_layer(name: str) -> bool:
+    """Return whether a module or parameter is inside one of the numbered layers."""
+    return any(part.isdigit() for part in name.split(".")[:-1])
 
 
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -266,11 +270,6 @@ def lora_of(lora: LoraConfig, name: str) -> LoraConfig:
     return replace(lora, r=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
 
 
-def is_target_parameter(name: str, target: str) -> bool:
-    """Return whether an entry of `lora.target_parameters` matches a parameter, as in PEFT."""
-    return f".{name}".endswith(f".{target}")
-
-
 def is_saved(name: str, lora: LoraConfig) -> bool:
     """Return whether a parameter is of one of `lora.modules_to_save`, or of a module inside of one."""
     parts = name.split(".")[:-1]
@@ -279,7 +278,7 @@ def is_saved(name: str, lora: LoraConfig) -> bool:
 
 
 def is_named(name: str, end: str) -> bool:
-    """Return whether a module's name is `end`, or ends with it from a dot on."""
+    """Return whether the name of a module or parameter is `end`, or ends with it from a dot on."""
     return name == end or name.endswith(f".{end}")
 
 

@@ -446,7 +446,7 @@ STATE_BYTES: dict[str, Callable[[tuple[int, ...]], float]] = {
 }
 """Optimizers of this project, by class, and the bytes of the state of one parameter, by its shape, without averages."""
 OUTSIDE_BYTES = {MuonConfig._target_: _two_moments}
-"""The same of embeddings and heads, where an optimizer has another state for them."""
+"""The same of what is neither inside a layer nor of a Linear's adapter, where an optimizer has another state for it."""
 
 
 # ---- trainer, samples, loggers and callbacks -----------------------------------------------------------------

@@ -44,9 +44,9 @@ DECODER = "model.language_model."
 """Prefix of a decoder's names in a vision-language model (Gemma 3 4B); in a pure decoder it is `model.`."""
 LOW_RANK = ("lora_A", "lora_B")
 INNER = ".base_layer"
-"""Last part of the name of what PEFT has wrapped."""
-ROWS, BASE_LAYER = ".token_adapter", INNER
-"""Parts of PEFT's names of trained rows, and of the weight of a module with an adapter or rows."""
+"""Last part of the name of what PEFT has wrapped: a module with an adapter or rows, or the experts of a layer."""
+ROWS = ".token_adapter"
+"""Part of PEFT's names of trained rows."""
 CLASSIFIER = "SEQ_CLS"
 """PEFT's `task_type` of adapters of a classifier."""
 DECODER_TASK = "CAUSAL_LM"
@@ -262,7 +262,7 @@ def _outer_name(name: str) -> str:
 
 def inner_name(key: str) -> str:
     """Return the name, of a tensor or module in PEFT's layout, that it has in a decoder."""
-    name = key.removeprefix(PREFIX).replace(f"{ROWS}.", ".").replace(f"{BASE_LAYER}.weight", ".weight")
+    name = key.removeprefix(PREFIX).replace(f"{ROWS}.", ".").replace(f"{INNER}.weight", ".weight")
     short = name.removesuffix(".weight")
     name = short if is_adapter_part(short) else name
     return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name

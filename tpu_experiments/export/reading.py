@@ -18,7 +18,6 @@ from tpu_experiments.config.model_schema import (
     ModelConfig,
     is_named,
     is_saved,
-    is_target_parameter,
     lora_of,
     pattern_problem,
     rounded_settings,
@@ -141,7 +140,7 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         raise ConfigError(f"{place}; modules_to_save has {absent[0]}, and the file no tensor of it; copy it again.")
     owners = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name) and not is_of_rows(name)})
     targets = [name for name in owners if not is_of_parameter(name)]
-    linears = sorted({name.rpartition(".")[0] for name in tensors if is_of_linear(name) and not is_of_parameter(name)})
+    linears = sorted({name.rpartition(".")[0] for name in tensors if is_of_linear(name)})
     lacking = [name for name in linears if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
         raise ConfigError(
@@ -312,7 +311,7 @@ def _matrices_in(layout: Iterable[str], lora: LoraConfig) -> list[str]:
     """Return the names, as in the file, of the matrices of experts that have adapters there."""
     modules = {_module_of(key).removesuffix(INNER).removesuffix(INNER) for key in layout}
     each = (f"{module}.{leaf}" for module in sorted(modules) if module.endswith(EXPERTS) for leaf in MATRICES)
-    return [name for name in each if any(is_target_parameter(name, target) for target in lora.target_parameters)]
+    return [name for name in each if any(is_named(name, target) for target in lora.target_parameters)]
 
 
 def _ranks_of_matrices(layout: Iterable[str], lora: LoraConfig) -> dict[str, int]:

@@ -24,10 +24,10 @@ from tpu_experiments.config.model_schema import (
     MLP_PROJECTIONS,
     SAVED,
     LoraConfig,
+    is_in_layer,
     is_named,
     is_saved,
     is_target,
-    is_target_parameter,
     lora_of,
     tokens_of,
 )
@@ -112,7 +112,6 @@ FAMILIES = {
 
 BASE = "model"
 """First part of the names of a decoder's layers."""
-EMBEDDING = f"{BASE}.embed_tokens.weight"
 
 
 class ExpertMatrix(NamedTuple):
@@ -176,6 +175,16 @@ class Decoder:
         return self.vocab_size * self.hidden
 
     @property
+    def embedding_name(self) -> str:
+        """Name of the embedding."""
+        return f"{BASE}.embed_tokens"
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head, also of one that is tied."""
+        return "lm_head"
+
+    @property
     def matrices(self) -> int:
         """Elements of all matrices, a tied head once."""
         return self.matrices_of_layers + self.embedding * (1 if self.tied else 2)
@@ -209,9 +218,16 @@ class Decoder:
         return MLP_PROJECTIONS[-1]
 
     @property
-    def reads_last(self) -> bool:
-        """Whether the backward pass reads the output of a layer's last projection: where a norm follows (Gemma 3)."""
+    def ends_in_norm(self) -> bool:
+        """Whether a norm follows a layer's last projection (Gemma 3)."""
         return self.family.norms > 2 or self.family.ends_in_norm
+
+    def reads_last(self, lora: LoraConfig) -> bool:
+        """Return whether the backward pass reads the output of a layer's last projection.
+
+        It does where a norm follows, or a trained length (DoRA).
+        """
+        return self.ends_in_norm or lora.dora
 
     def attention(self, seq_len: int, *, causal: bool = True) -> float:
         """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
@@ -227,17 +243,16 @@ class Decoder:
         named = ((n, shape) for n, shape in self._linears() if any(is_target(n, each) for each in lora.targets))
         found = {n: shape for n, shape in named if lora.r and not is_saved(f"{n}.weight", lora)}
         if self.embedding_rank(lora):
-            found[EMBEDDING.removesuffix(".weight")] = self.vocab_size, self.hidden
+            found[self.embedding_name] = self.vocab_size, self.hidden
             if self.shares_adapter(lora):
-                found.pop("lm_head", None)
+                found.pop(self.head_name, None)
         return found
 
     def embedding_rank(self, lora: LoraConfig) -> int:
         """Return the rank of the embedding's adapter; 0 of none."""
-        name = EMBEDDING.removesuffix(".weight")
-        names = (name, "lm_head") if self.shares_adapter(lora) else (name,)
+        names = (self.embedding_name, self.head_name) if self.shares_adapter(lora) else (self.embedding_name,)
         is_adapted = lora.r and any(is_named(each, target) for each in names for target in lora.targets)
-        return lora_of(lora, name).r if is_adapted else 0
+        return lora_of(lora, self.embedding_name).r if is_adapted else 0
 
     def shares_adapter(self, lora: LoraConfig) -> bool:
         """Return whether the head has the adapter of the embedding, if that has one."""
@@ -245,8 +260,8 @@ class Decoder:
 
     def rows_by_name(self, lora: LoraConfig) -> dict[str, int]:
         """Return how many rows of the embedding and of the head are trained; a tied head's are the embedding's."""
-        names = (EMBEDDING,) if self.tied else (EMBEDDING, "lm_head.weight")
-        counts = {name: len(tokens_of(lora, name.removesuffix(".weight"))) for name in names}
+        names = (self.embedding_name,) if self.tied else (self.embedding_name, self.head_name)
+        counts = {name: len(tokens_of(lora, name)) for name in names}
         return {name: count for name, count in counts.items() if lora.r and count}
 
     def has_equal_layers(self, lora: LoraConfig) -> bool:
@@ -277,31 +292,44 @@ class Decoder:
 
     def adapted_experts(self, lora: LoraConfig) -> dict[str, ExpertMatrix]:
         """Return the matrices of experts that have adapters (`lora.target_parameters`), by name."""
-        return {}
+        targets = lora.target_parameters if lora.r else []
+        hit = ((name, each) for name, each in self._experts() if any(is_named(name, target) for target in targets))
+        return {name: each for name, each in hit if not is_saved(name, lora)}
 
     def saved_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights of `lora.modules_to_save` by name, a tied head as the embedding.
 
         Norms of layers with attention alone, and no biases.
         """
+        embedding, head = f"{self.embedding_name}.weight", f"{self.head_name}.weight"
+        saved = {name: shape for name, shape in self._weights().items() if is_saved(name, lora)} if lora.r else {}
+        if self.tied and head in saved:
+            del saved[head]
+            saved[embedding] = (self.vocab_size, self.hidden)
+        return saved
+
+    def trains_head(self, lora: LoraConfig) -> bool:
+        """Return whether the head has a gradient of its own."""
+        saved = self.saved_by_name(lora)
+        name = self.embedding_name if self.tied else self.head_name
+        return not lora.r or f"{name}.weight" in saved
+
+    def _weights(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights that `saved_by_name` knows, the head's also where it is tied."""
         found: dict[str, tuple[int, ...]] = {f"{name}.weight": (high, wide) for name, (wide, high) in self._linears()}
-        found[EMBEDDING], found[f"{BASE}.norm.weight"] = (self.vocab_size, self.hidden), (self.hidden,)
+        found[f"{self.embedding_name}.weight"] = (self.vocab_size, self.hidden)
+        found[f"{BASE}.norm.weight"] = (self.hidden,)
         norms = [f"{place}_layernorm" for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
         of_heads = ["self_attn.q_norm", "self_attn.k_norm"]
         for layer in range(self.num_layers):
             named = dict.fromkeys(norms[: self.family.norms], (self.hidden,))
             named |= dict.fromkeys(of_heads[: self.family.head_norms], (self.head_dim,))
             found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in named.items()}
-        saved = {name: shape for name, shape in found.items() if is_saved(name, lora)} if lora.r else {}
-        if self.tied and "lm_head.weight" in saved:
-            del saved["lm_head.weight"]
-            saved[EMBEDDING] = (self.vocab_size, self.hidden)
-        return saved
+        return found
 
-    def trains_head(self, lora: LoraConfig) -> bool:
-        """Return whether the head has a gradient of its own."""
-        saved = self.saved_by_name(lora)
-        return not lora.r or "lm_head.weight" in saved or (self.tied and EMBEDDING in saved)
+    def _experts(self) -> Iterator[tuple[str, ExpertMatrix]]:
+        """Yield the matrices of experts by name."""
+        yield from ()
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer in range(self.num_layers):
@@ -429,6 +457,11 @@ class Recurrent(Decoder):
         found |= {"ogate_preact": (hidden, values), "out_proj": (values, hidden)}
         found |= dict.fromkeys(("igate_preact", "fgate_preact"), (hidden, self.num_heads))
         return found | dict.fromkeys(("proj_up_gate", "proj_up"), (hidden, inner)) | {"proj_down": (inner, hidden)}
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the embedding."""
+        return "backbone.embeddings"
 
     @property
     def last_projection(self) -> str:
@@ -619,17 +652,12 @@ class Mixture(Decoder):
         share = {name: self.chosen / self.experts for name in ("gate_up_proj", self.last_projection)}
         return {name: count * share.get(name, 1.0) for name, count in super().multiplied.items()}
 
-    def adapted_experts(self, lora: LoraConfig) -> dict[str, ExpertMatrix]:
-        """Return the matrices of experts that have adapters (`lora.target_parameters`), by name."""
+    def _experts(self) -> Iterator[tuple[str, ExpertMatrix]]:
+        """Yield the matrices of experts by name."""
         shapes = {"gate_up_proj": (self.hidden, 2 * self.intermediate), "down_proj": (self.intermediate, self.hidden)}
-        named = {
-            f"model.layers.{layer}.mlp.experts.{leaf}": ExpertMatrix(self.experts, self.chosen, *shape)
-            for layer in range(self.num_layers)
-            for leaf, shape in shapes.items()
-        }
-        targets = lora.target_parameters if lora.r else []
-        hit = {name for name in named if any(is_target_parameter(name, each) for each in targets)}
-        return {name: each for name, each in named.items() if name in hit and not is_saved(name, lora)}
+        for layer in range(self.num_layers):
+            for leaf, shape in shapes.items():
+                yield f"model.layers.{layer}.mlp.experts.{leaf}", ExpertMatrix(self.experts, self.chosen, *shape)
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, shape in super()._linears():
@@ -846,8 +874,18 @@ class Counted(Decoder):
         return self.modules.repeats and super().has_equal_layers(lora)
 
     @property
-    def reads_last(self) -> bool:
-        """Whether the backward pass reads the output of a layer's last matrix."""
+    def embedding_name(self) -> str:
+        """Name of the embedding."""
+        return self.modules.embedding.removesuffix(".weight")
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head, also of one that is tied."""
+        return self.modules.head
+
+    @property
+    def ends_in_norm(self) -> bool:
+        """Whether a norm follows a layer's last matrix."""
         return self.modules.ends_in_norm
 
     def attention(self, seq_len: int, *, causal: bool = True) -> float:
@@ -858,30 +896,28 @@ class Counted(Decoder):
             for width, window in zip(widths, self.windows, strict=True)
         )
 
-    def saved_by_name(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights of `lora.modules_to_save` by name, a tied head as the embedding."""
-        if not lora.r:
-            return {}
-        names = self.modules
-        shapes = dict(names.shapes)
-        if names.tied:
-            shapes[f"{names.head}.weight"] = shapes[names.embedding]
-        saved = {name: shape for name, shape in shapes.items() if is_saved(name, lora) and name.endswith("weight")}
-        if names.tied and f"{names.head}.weight" in saved:
-            del saved[f"{names.head}.weight"]
-            saved[names.embedding] = shapes[names.embedding]
-        return saved
+    def _weights(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights that `saved_by_name` knows, the head's also where it is tied."""
+        found = {name: shape for name, shape in self.modules.shapes if name.endswith("weight")}
+        return found | ({f"{self.head_name}.weight": found[self.modules.embedding]} if self.tied else {})
 
-    def trains_head(self, lora: LoraConfig) -> bool:
-        """Return whether the head has a gradient of its own."""
-        saved, names = self.saved_by_name(lora), self.modules
-        return not lora.r or f"{names.head}.weight" in saved or (names.tied and names.embedding in saved)
+    def _experts(self) -> Iterator[tuple[str, ExpertMatrix]]:
+        """Yield the matrices of experts by name."""
+        shapes = dict(self.modules.shapes)
+        for each in self.modules.matrices:
+            shape = shapes.get(each.name, ())
+            if len(shape) == 3:  # the sizes of `each` are of all experts together
+                count = shape[0]
+                wide, high = each.inputs, each.outputs // count
+                if each.name.endswith("down_proj"):
+                    wide, high = each.inputs // count, each.outputs
+                yield each.name, ExpertMatrix(count, round(each.share * count), wide, high)
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for each in self.modules.matrices:
             if each.is_linear:
                 yield each.name, (each.inputs, each.outputs)
-        yield self.modules.head, (self.hidden, self.vocab_size)
+        yield self.head_name, (self.hidden, self.vocab_size)
 
 
 def counted_decoder(config: Any) -> Counted:
@@ -1265,7 +1301,7 @@ def flops_of_token(
     )
     adapted = 2.0 * sum(wide * high for wide, high in decoder.adapted(lora))
     whole = decoder.saved_by_name(lora)
-    saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and ".layers." in name)
+    saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and is_in_layer(name))
     twice, again = lora.dora and lora.dropout > 0, 0.0
     if recomputed is not None:
         again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rounded=rounded)
@@ -1284,10 +1320,9 @@ def flops_of_token(
 def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rounded: bool) -> float:
     """Return the FLOPs of the layers that the backward pass recomputes.
 
-    It reads the output of a layer's last projection only where a norm follows, or a trained length (DoRA). An
-    adapter's first product is never recomputed, its second where the projection is.
+    An adapter's first product is never recomputed, its second where the projection is.
     """
-    is_last_read = decoder.reads_last or lora.dora
+    is_last_read = decoder.reads_last(lora)
     again = {
         name: elements
         for name, elements in decoder.multiplied.items()
@@ -1299,7 +1334,7 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     repeated = [(name, shape) for name, shape in linears if name.rpartition(".")[2] in leaves]
     ranks = {name: 0 if rounded else lora_of(lora, name).r for name, _ in repeated}
     adapters = sum((ranks[name] + (wide if twice else 0)) * high for name, (wide, high) in repeated)
-    experts = ((n, each) for n, each in decoder.adapted_experts(lora).items() if n.rpartition(".")[2] in again)
+    experts = ((n, each) for n, each in decoder.adapted_experts(lora).items() if n.rpartition(".")[2] in leaves)
     adapters += sum(lora_of(lora, name).r * each.chosen * each.high for name, each in experts)
     share = 1.0 if "attention" not in how.saved else 0.0 if how.kernel else 0.5  # plain operations need the scores
     return 2.0 * (sum(again.values()) + adapters) + share * attention

@@ -169,7 +169,7 @@ def modules_of(model: Any) -> Modules:
             matrices += _matrices(name, part, layer=layer, mixes=mixes, model=model)
     return Modules(
         matrices=tuple(matrices),
-        mixing=tuple(_mixing(layer, config=config) for layer in stack),
+        mixing=tuple(_mixing(layer, own, config=config) for layer, own in zip(stack, mixers, strict=True)),
         shapes=tuple(shapes.items()),
         embedding=f"{names[id(embedding)]}.weight",
         head=head_name,
@@ -265,14 +265,13 @@ def _mixers(layer: "nn.Module") -> list[str]:
     return found
 
 
-def _mixing(layer: "nn.Module", *, config: Any) -> Mixing:
-    """Return the widths of a layer's attention.
+def _mixing(layer: "nn.Module", mixers: list[str], *, config: Any) -> Mixing:
+    """Return the widths of a layer's attention, from the names of its `_mixers`.
 
     Raises:
         ConfigError: it mixes tokens otherwise.
     """
     found = Mixing()
-    mixers = _mixers(layer)
     if not mixers:
         raise uncounted(config, f"{type(layer).__name__} has no attention that is known")
     for name in mixers:

@@ -268,7 +268,7 @@ class HuggingFaceModel:
         """Give the config the rows of `model.vocab_size`, and note those of the checkpoint.
 
         Raises:
-            ConfigError: it has more, or transformers gives its rows no single name.
+            ConfigError: it has more, or names none.
         """
         self.stored_rows = int(getattr(config, "vocab_size", 0))
         rows = self.model.vocab_size

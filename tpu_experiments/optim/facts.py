@@ -30,8 +30,9 @@ def facts_of(settings: OptimConfig, parameters: Named, *, groups: Sequence[Param
     """Return the facts of every parameter, by name.
 
     B of an adapter and DoRA's lengths of rows have the ratio of LoRA+ (arXiv 2402.12354), as in PEFT's
-    `create_loraplus_optimizer`. Trained scales of rounded weights have their own (LR-QAT, arXiv 2406.06385). They do
-    not decay, nor do vectors and what `no_decay` matches.
+    `create_loraplus_optimizer`, but for an embedding's adapter, whose rate is 1e-6 there and the plain one here.
+    Trained scales of rounded weights have their own (LR-QAT, arXiv 2406.06385). They do not decay, nor do vectors and
+    what `no_decay` matches.
 
     Args:
         groups: of an objective, with all parameters together; without any, all are clipped by `clip_norm`.

@@ -2,9 +2,9 @@
 
 A line is one compiled training step of a model on a machine, with the planned figures of its settings. It applies to
 runs whose rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being
-equal: their step needs no more memory. An objective whose step costs what another one's does takes the lines of both
-(`ObjectiveConfig.planned_as`). Of the lines that apply, the one with the shortest run is chosen, compilation
-included.
+equal: their step needs no more memory. None applies to runs that train more than plain adapters of projections. An
+objective whose step costs what another one's does takes the lines of both (`ObjectiveConfig.planned_as`). Of the lines
+that apply, the one with the shortest run is chosen, compilation included.
 """
 
 import logging
@@ -181,7 +181,9 @@ def line_is_of(line: Line, config: Config) -> bool:
 
 def applicable_lines(config: Config) -> Iterator[Line]:
     """Yield the lines that apply to a config."""
-    mine = [line for line in lines() if line_is_of(line, config)]
+    mine, lora = [line for line in lines() if line_is_of(line, config)], config.lora
+    if lora.dora or lora.target_parameters or lora.modules_to_save or lora.trainable_token_indices:
+        return  # no line says whether its step has them, and they take memory
     if not mine:
         return
     try:
@@ -192,9 +194,8 @@ def applicable_lines(config: Config) -> Iterator[Line]:
     except ConfigError:
         return
     for line in mine:
-        rank = max(ranks_of(config.lora), default=0)
-        is_no_larger = 0 < rank <= line.rank and set(config.lora.targets) <= set(line.targets)
-        is_no_larger &= not (config.lora.dora or config.lora.target_parameters)  # whose steps need more memory
+        rank = max(ranks_of(lora), default=0)
+        is_no_larger = 0 < rank <= line.rank and set(lora.targets) <= set(line.targets)
         if line.facts in facts and is_no_larger and longest <= min(line.row_tokens, line.micro_tokens):
             yield line
 

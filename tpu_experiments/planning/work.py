@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tpu_experiments.config.model_schema import LoraConfig, lora_of
+from tpu_experiments.config.model_schema import LoraConfig, is_in_layer, lora_of
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import STATE_BYTES, AdamWConfig
 from tpu_experiments.metrics.flops import Decoder, DeltaHybrid, Recurrent, Trainable, read_decoder
@@ -91,7 +91,8 @@ class StepSettings:
     state_bytes: Callable[[tuple[int, ...]], float] = STATE_BYTES[AdamWConfig._target_]
     """Bytes of the optimizer's state of one parameter, by its shape."""
     outside_bytes: Callable[[tuple[int, ...]], float] | None = None
-    """The same of embeddings and heads, where it differs."""
+    """The same of what `outer_shapes` returns, and of weights of `lora.modules_to_save` outside of the layers, where it
+    differs."""
     averaged: bool = False
     """Whether an average of the trained parameters is kept (`optim.ema`, or a schedule-free optimizer)."""
     recompute: bool = False
@@ -150,27 +151,31 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     """
     decoder = read_decoder(arch)
     split = step.chips if step.sharding == "fsdp" else 1
-    shapes, of_all = trained_shapes(decoder, step=step), split if step.trainable == "full" else 1  # adapters are whole
-    trained = sum(math.prod(shape) * shapes[shape] / (of_all if len(shape) > 1 else 1) for shape in shapes)
-    outer = outer_shapes(decoder) if step.trainable == "full" else set()
+    of_all = split if step.trainable == "full" else 1  # adapters are whole
+    shapes, outer = trained_shapes(decoder, step=step), outer_shapes(decoder, step=step)
+    trained = sum(
+        math.prod(shape) * count / (of_all if len(shape) > 1 else 1)
+        for found in (shapes, outer)
+        for shape, count in found.items()
+    )
     outside = step.outside_bytes or step.state_bytes
-    moment_bytes = sum((outside if s in outer else step.state_bytes)(s) * shapes[s] for s in shapes) / of_all
+    moment_bytes = sum(step.state_bytes(shape) * count for shape, count in shapes.items()) / of_all
+    moment_bytes += sum(outside(shape) * count for shape, count in outer.items()) / of_all
     for shape in expert_shapes(decoder, step=step):  # split by experts (runtime/sharding.py)
         parts = split if shape[0] % split == 0 else 1
         trained += math.prod(shape) / parts
         moment_bytes += step.state_bytes(shape) / parts
-    saved = list(decoder.saved_by_name(step.lora).values())  # trained whole beside adapters, split as the base is
-    trained += sum(math.prod(shape) / (split if len(shape) > 1 else 1) for shape in saved)
-    moment_bytes += sum(outside(shape) / (split if len(shape) > 1 else 1) for shape in saved)
-    rows = decoder.rows_by_name(step.lora)  # whole on every chip, as adapters are
-    trained += decoder.hidden * sum(rows.values())
-    moment_bytes += sum(step.state_bytes((count, decoder.hidden)) for count in rows.values())
+    saved = decoder.saved_by_name(step.lora)  # trained whole beside adapters, split as the base is
+    for name, own in saved.items():
+        parts = split if len(own) > 1 else 1
+        trained += math.prod(own) / parts
+        moment_bytes += (step.state_bytes if is_in_layer(name) else outside)(own) / parts
     # The matrix with its rows, and its gradient, in float32.
-    of_rows = 2 * 4 * decoder.vocab_size * decoder.hidden * len(rows) / split
+    of_rows = 2 * 4 * decoder.vocab_size * decoder.hidden * len(decoder.rows_by_name(step.lora)) / split
     matrices, vectors = base_bytes(
         decoder, base=step.base, double_quant=step.double_quant, item_bytes=step.weight_bytes
     )
-    matrices -= step.weight_bytes * sum(math.prod(shape) for shape in saved if len(shape) > 1)
+    matrices -= step.weight_bytes * sum(math.prod(shape) for shape in saved.values() if len(shape) > 1)
     if step.group is not None:  # a byte each
         matrices -= (step.weight_bytes - 1) * sum(wide * high for wide, high in decoder.adapted(step.lora))
     tokens = step.micro_rows * step.seq_len
@@ -180,7 +185,7 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     if step.lora.dora:  # outputs before they get their lengths
         kept += sum(high for _, high in decoder.adapted(step.lora)) / decoder.num_layers
     kept *= per_element
-    inputs = (decoder.num_layers * decoder.hidden + _saved_by_name(decoder, step.saved)) * per_element
+    inputs = (decoder.num_layers * decoder.hidden + _saved_by_name(decoder, step.saved, lora=step.lora)) * per_element
     recompute = step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
     largest = max(wide * high for wide, high in decoder.projections.values())
     average_bytes = 4 * trained if step.averaged else 0.0
@@ -199,23 +204,46 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
 
 
 def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, ...], float]:
-    """Return how many trained parameters have each shape; norms and biases count as vectors of `hidden`."""
+    """Return how many trained parameters have each shape, without those of `outer_shapes`.
+
+    Norms and biases count as vectors of `hidden`.
+    """
     found: dict[tuple[int, ...], float] = defaultdict(float)
     if step.trainable == "full":
         for name, (wide, high) in decoder.projections.items():
             found[high, wide] += decoder.copies[name]
-        found[decoder.vocab_size, decoder.hidden] += 1 if decoder.tied else 2
-        rows = _other_rows(decoder)
-        found[rows, decoder.hidden] += rows > 0
         found[(decoder.hidden,)] += decoder.vectors / decoder.hidden
         return found
     for name, (wide, high) in decoder.adapted_by_name(step.lora).items():
+        if name == decoder.embedding_name:
+            continue
         rank = lora_of(step.lora, name).r
         found[rank, wide] += 1
         found[high, rank] += 1
         if step.lora.dora:
             found[(high,)] += 1
-        if step.group is not None:
+    return found
+
+
+def outer_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, ...], float]:
+    """Return the same of what is neither inside a layer nor an adapter of a Linear, as `outside_bytes` has it.
+
+    These are embeddings and heads, an embedding's adapter, trained rows, and scales of rounded weights.
+    """
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    if step.trainable == "full":
+        found[decoder.vocab_size, decoder.hidden] += 1 if decoder.tied else 2
+        rows = _other_rows(decoder)
+        found[rows, decoder.hidden] += rows > 0
+        return found
+    rank = decoder.embedding_rank(step.lora)
+    if rank:
+        found[rank, decoder.vocab_size] += 1
+        found[decoder.hidden, rank] += 1
+    for count in decoder.rows_by_name(step.lora).values():
+        found[count, decoder.hidden] += 1
+    if step.group is not None:
+        for wide, high in decoder.adapted(step.lora):
             found[high, wide // (step.group or wide)] += 1
     return found
 
@@ -226,11 +254,6 @@ def expert_shapes(decoder: Decoder, *, step: StepSettings) -> Iterator[tuple[int
         rank = lora_of(step.lora, name).r
         yield each.experts, rank, each.wide
         yield each.experts, each.high, rank
-
-
-def outer_shapes(decoder: Decoder) -> set[tuple[int, ...]]:
-    """Return the shapes of the embeddings and the head."""
-    return {(decoder.vocab_size, decoder.hidden), (_other_rows(decoder), decoder.hidden)}
 
 
 def _other_rows(decoder: Decoder) -> int:
@@ -258,11 +281,11 @@ def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
     return _saved_by_attention(decoder, seq_len, attention)
 
 
-def _saved_by_name(decoder: Decoder, names: Collection[str]) -> float:
+def _saved_by_name(decoder: Decoder, names: Collection[str], *, lora: LoraConfig) -> float:
     """Return the elements per token of all layers that are saved by name."""
     found = 0.0
     for name, (_, high) in decoder.projections.items():
-        is_read = name != decoder.last_projection or decoder.reads_last
+        is_read = name != decoder.last_projection or decoder.reads_last(lora)
         if name.rpartition(".")[2] in names and is_read:
             found += decoder.copies[name] * high
     if "attention" in names:

@@ -95,8 +95,7 @@ class ShardingTable:
         """
         leading: Axes = (None,) if is_stack(name) else ()
         own = shape[len(leading) :]
-        given = next((axes for glob, axes in self.rules.items() if _matches(glob, of)), [])
-        named = self.mesh.named(given) if is_split else ()
+        named = self._axes_of_rule(of) if is_split else ()
         split = (*named, *(None for _ in own))[: len(own)]
         return leading + tuple(
             axis if axis and size > 1 and size % self.mesh.size(axis) == 0 else None
@@ -130,11 +129,14 @@ class ShardingTable:
         Not over `tensor`, whose devices compute every expert. The gradients that a device sums are those of its experts
         (kernels/megablox.py).
         """
-        weight = weight_of(name.rpartition(".")[0])
-        given = next((axes for glob, axes in self.rules.items() if _matches(glob, weight)), [])
-        over = next((axis for axis in self.mesh.named(given) if axis and "tensor" not in axis), None)
+        named = self._axes_of_rule(weight_of(name.rpartition(".")[0]))
+        over = next((axis for axis in named if axis and "tensor" not in axis), None)
         is_split = over is not None and shape[0] > 1 and shape[0] % self.mesh.size(over) == 0
         return (over if is_split else None, *(None for _ in shape[1:]))
+
+    def _axes_of_rule(self, name: str) -> Axes:
+        """Return the axes of the first rule that matches a name; none where no rule does."""
+        return self.mesh.named(next((axes for glob, axes in self.rules.items() if _matches(glob, name)), []))
 
     def _of(self, axis: str | tuple[str, ...]) -> str:
         if self.mesh.size(axis) == self.mesh.num_devices:

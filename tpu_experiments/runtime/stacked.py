@@ -64,7 +64,7 @@ def is_of_parameter(name: str) -> bool:
 
 
 def is_of_linear(name: str) -> bool:
-    """Return whether the parameter of this name belongs to an adapter of a Linear, as most adapters' do."""
+    """Return whether the parameter of this name belongs to an adapter of a Linear, or of a matrix of experts."""
     return is_adapter_part(name) and name.rpartition(".")[2] not in (TOKEN_ROWS, *EMBEDDING_PARTS)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError, suggest
-from tpu_experiments.config.model_schema import LoraConfig, is_target_parameter
+from tpu_experiments.config.model_schema import LoraConfig, is_named
 from tpu_experiments.models.parts.experts import grouped
 from tpu_experiments.models.parts.float32_gradients import grouped_product, product
 from tpu_experiments.models.parts.named import LOW, named
@@ -57,7 +57,7 @@ def matched_matrices(module: nn.Module, lora: LoraConfig) -> list[str]:
     names = [name for name, _ in module.named_parameters()]
     matched: dict[str, None] = {}
     for target in lora.target_parameters:
-        hits = [name for name in names if is_target_parameter(name, target)]
+        hits = [name for name in names if is_named(name, target)]
         others = [name for name in hits if not is_matrix(module, name)]
         if not hits or others:
             found = {".".join(name.split(".")[-3:]) for name in names if is_matrix(module, name)}

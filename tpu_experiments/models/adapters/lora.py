@@ -31,7 +31,7 @@ from tpu_experiments.config.model_schema import (
     pattern_key,
 )
 from tpu_experiments.models.adapters.dora import dora_of, row_norms
-from tpu_experiments.models.adapters.embeddings import TiedHead, adapt_embedding, adapted_embedding, targeted_embedding
+from tpu_experiments.models.adapters.embeddings import TiedHead, adapt_embedding, targeted_embedding
 from tpu_experiments.models.adapters.embeddings import drawn as drawn_of_embedding
 from tpu_experiments.models.adapters.experts import adapt_matrix, matched_matrices
 from tpu_experiments.models.adapters.layouts import layout_of
@@ -39,7 +39,7 @@ from tpu_experiments.models.adapters.linear import LoraLinear, Siblings
 from tpu_experiments.models.adapters.lost_in_peft import lost_in_peft
 from tpu_experiments.models.adapters.low_rank_qat import RoundedLinear, fixed_point, fold
 from tpu_experiments.models.adapters.quantised import Format, QuantLinear, quantised_shapes
-from tpu_experiments.models.adapters.token_rows import add_token_rows, token_rows
+from tpu_experiments.models.adapters.token_rows import add_token_rows
 from tpu_experiments.models.parts.named import Named
 from tpu_experiments.quantisation.grid import Grid
 from tpu_experiments.runtime.stacked import (
@@ -118,8 +118,8 @@ def inject(
     if embedding:
         _require_no_grid(embedding, grid)
         own = lora_of(lora, embedding)
-        for head in tied:
-            _require_equal(lora, embedding, head)
+        for other in tied:
+            _require_equal(lora, embedding, other)
         adapt_embedding(module, embedding, tied, r=own.r, scale=scale_of(own), lora=lora)
     for name in matched:
         parent, _, leaf = name.rpartition(".")
@@ -135,7 +135,7 @@ def inject(
     add_token_rows(module, lora)
     for parent in {name.rpartition(".")[0]: None for name in matched} if grid is None else ():
         _link_siblings(module.get_submodule(parent))  # those on a grid multiply nothing by A alone
-    return report(module, adapters=len(matched) + len(matrices) + bool(embedding) + len(tied))
+    return report(module, adapters=len(matched) + len(matrices) + bool(embedding))
 
 
 def saved_parameters(module: nn.Module, lora: LoraConfig) -> list[str]:
@@ -316,17 +316,22 @@ def adapted_weights(module: nn.Module) -> dict[str, bool]:
     return {f"{name}.weight": part.is_transposed for name, part in parts if not isinstance(part, TiedHead)}
 
 
-def vocabulary_weights(module: nn.Module, base: Named, *, lora: LoraConfig, seed: int) -> Iterator[Named]:
+def vocabulary_weights(
+    base: Named, *, rows: Mapping[str, list[int]], embedding: tuple[str, bool], lora: LoraConfig, seed: int
+) -> Iterator[Named]:
     """Yield what is trained beside an embedding's or head's weight: its own rows, or A and B of an embedding.
 
     It is drawn as in `adapter_weights`.
+
+    Args:
+        rows: tokens whose rows are trained, as of `token_rows`.
+        embedding: what `adapted_embedding` returns.
     """
     prefix = base.name.removesuffix("weight")
-    tokens = token_rows(module).get(base.name)
-    if tokens is not None:
-        yield Named(prefix + TOKEN_ROWS, base.tensor[tokens].to(torch.float32))
-    embedding, is_tied = adapted_embedding(module)
-    if base.name == embedding:
+    if base.name in rows:
+        yield Named(prefix + TOKEN_ROWS, base.tensor[rows[base.name]].to(torch.float32))
+    adapted, is_tied = embedding
+    if base.name == adapted:
         rank, generator = lora_of(lora, prefix.removesuffix(".")).r, _generator(base.name, seed)
         pair = drawn_of_embedding(tuple(base.tensor.shape), r=rank, is_tied=is_tied, generator=generator)
         yield from (Named(prefix + part, tensor) for part, tensor in zip(EMBEDDING_PARTS, pair, strict=True))

@@ -102,7 +102,8 @@ class Adapter(Protocol):
 
 def adapters_of(experts: nn.Module) -> Mapping[str, Adapter]:
     """Return the adapters of the experts of a layer by the names of their matrices."""
-    return dict(getattr(experts, OF_PARAMETERS, nn.ModuleDict()).items())
+    found = getattr(experts, OF_PARAMETERS, None)
+    return {} if found is None else dict(found.items())
 
 
 class _Moved(Function):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, has_patterns
+from tpu_experiments.models.adapters.embeddings import adapted_embedding
 from tpu_experiments.models.adapters.experts import adapted_parameters
 from tpu_experiments.models.adapters.layouts import LoraOfInputHeads, LoraOfOutputHeads, WideLora
 from tpu_experiments.models.adapters.linear import LoraLinear, features_of
@@ -38,6 +39,7 @@ from tpu_experiments.models.adapters.padded import (
     with_padding,
 )
 from tpu_experiments.models.adapters.quantised import as_parts, format_of, quantise_linears, quantised_shapes
+from tpu_experiments.models.adapters.token_rows import token_rows
 from tpu_experiments.models.huggingface import CLASSIFIER, HuggingFaceModel, head_parameters
 from tpu_experiments.models.parts.bitnet import make_ternary
 from tpu_experiments.models.parts.contracted import LinearOfHeads
@@ -92,6 +94,7 @@ def stacked_weights(
         wider: columns and rows of zeros that weights get, by their names in the module (`paddings`).
     """
     names = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+    rows, embedding = token_rows(module), adapted_embedding(module)
     weights = source.weights([part for name in names for part in hugging_face_names(name)])
     for name in names:
         made: dict[str, Tensor] = {}
@@ -108,7 +111,8 @@ def stacked_weights(
                     format=format,
                     grid=grid_of(source.model),
                 )
-            for item in itertools.chain(items, vocabulary_weights(module, base, lora=lora, seed=seed)):
+            more = vocabulary_weights(base, rows=rows, embedding=embedding, lora=lora, seed=seed)
+            for item in itertools.chain(items, more):
                 if lora.init in STARTS and item.name.endswith((A, B)):
                     initial[item.name] = item.tensor.clone()
                 _collect(made, item, base=base.name, name=name, index=index, count=count, wider=wider)
