@@ -38,6 +38,7 @@ OF_DEVICES = {
     ),
 }
 OF_GPUS = {"no GPU": ("hw=a100 model=mistral7b data=uk_law", "hw.device=cuda asks for 1 NVIDIA GPU(s)", "no driver")}
+DISTILLED = "data=stories_ro objective=distillation data.stories_ro.teacher=taught"
 MISSING = {
     "data": ("data=messages data.messages.path={tmp}/chat.jsonl", "no such file or folder. Did you mean chats.jsonl"),
     "data of a folder": ("data=messages data.messages.path=my/own/data", "there is no such file or folder."),
@@ -93,6 +94,18 @@ MISSING = {
     "base of a run": ("task=generate task.base=./nowhere", "task.base=./nowhere; there is no such folder."),
     "GGUF file": ("task=generate task.gguf={tmp}/a.gguf", "task.gguf={tmp}/a.gguf; there is no such file."),
     "prompts": ("task=generate task.prompts_file={tmp}/a.txt", "task.prompts_file={tmp}/a.txt; there is no such file."),
+    "answers for a student": (
+        f"{DISTILLED} task=prepare task.teacher={{tmp}}/x.jsonl",
+        "task.teacher={tmp}/x.jsonl; there is no such file. ",
+    ),
+    "answers in a bucket": (
+        f"{DISTILLED} task=prepare task.teacher=gs://bucket/x.jsonl",
+        "task.teacher=gs://bucket/x.jsonl; its lines are read in any order, from a disk of this machine; copy it there",
+    ),
+    "predictions in a file": (
+        "data=stories_ro objective=distillation data.stories_ro.teacher={tmp}/rows.xlsx",
+        "data.stories_ro.teacher={tmp}/rows.xlsx; it is a file; name a folder",
+    ),
 }
 WHOLE = {
     "data": MISSING["data"],

@@ -296,9 +296,15 @@ def test_log_probabilities_of_vllm_are_found_by_tokens(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
     with pytest.raises(ConfigError, match=r"it lacks 1 of 4 documents of rows, the first of 2 tokens \(3, 4, \.\.\.\)"):
         PromptLogprobs(str(file), entries=3, num_ids=100).require(rows, what="rows")
-    file.write_text('{"prompt_token_ids": [1, 2], "prompt_logprobs": [null]}\n')
-    with pytest.raises(ConfigError, match="line 1 has no prompt_token_ids with as many prompt_logprobs"):
-        PromptLogprobs(str(file), entries=3, num_ids=100)
+    for line in (
+        '{"prompt_token_ids": [1, 2], "prompt_logprobs": [null]}',
+        '{"prompt_token_ids": [1, 2], "prompt_logprobs": {"a": null, "b": null}}',
+        '{"prompt_token_ids": [1, 1.7], "prompt_logprobs": [null, {}]}',
+        '{"prompt_token_ids": [1, true], "prompt_logprobs": [null, {}]}',
+    ):
+        file.write_text(line + "\n")
+        with pytest.raises(ConfigError, match="line 1 has no prompt_token_ids with as many prompt_logprobs"):
+            PromptLogprobs(str(file), entries=3, num_ids=100)
 
 
 def test_settings_that_do_not_go_together_are_refused():

@@ -1,7 +1,7 @@
 """Token rows of one length, N rows of T tokens, in the layout of the training step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -87,6 +87,10 @@ class Rows:
         found: NDArray[Any] = getattr(self, f"{name}_NT") if name in TOKEN_ARRAYS else self.more[name]
         return found
 
+    def having(self, **more: NDArray[Any]) -> "Rows":
+        """Return the rows with these further arrays, by name."""
+        return replace(self, more={**self.more, **more})
+
     @staticmethod
     def concatenate(parts: Sequence["Rows"]) -> "Rows":
         """Concatenate rows of one length, in order; a single part is returned without a copy.
@@ -104,6 +108,21 @@ class Rows:
         }
         ids, learn, positions, segments = (np.concatenate([p.array(name) for p in parts]) for name in TOKEN_ARRAYS)
         return Rows(ids, learn, positions, segments, more)
+
+
+@dataclass(frozen=True)
+class RowsOver:
+    """Rows over others, as many and as long; a subclass takes them with more, and is a `RowSource`."""
+
+    rows: RowSource
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    @property
+    def seq_len(self) -> int:
+        return self.rows.seq_len
 
 
 def padding(num_rows: int, *, seq_len: int, pad_id: int = 0, like: Mapping[str, NDArray[Any]] | None = None) -> Rows:

@@ -4,7 +4,7 @@
                                           00000.npy, ...  rows, each token with its likeliest next ones
 
 A shard is that of prepared rows (data/store/shards.py) with two further arrays, so it holds the tokens that the
-predictions belong to: 4 (of a vocabulary above 65,536: 6 to 8) bytes an entry. Legend: M rows, T tokens, E entries.
+predictions belong to: 6 (of a vocabulary above 65,536: 8) bytes an entry. Legend: M rows, T tokens, E entries.
 """
 
 import hashlib
@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.prepared import MANIFEST, Key, PreparedSource
-from tpu_experiments.data.rows import TOKEN_ARRAYS, Array, Rows, RowSource
+from tpu_experiments.data.rows import TOKEN_ARRAYS, Array, Rows, RowSource, RowsOver
 from tpu_experiments.data.store.shards import LARGEST_16_BIT_VOCABULARY, RowStore, ShardRecord, row_dtype, write_shard
 from tpu_experiments.data.store.stream import CacheSettings
 from tpu_experiments.storage import paths
-from tpu_experiments.storage.sealed import read_sealed_json, write_sealed_json
+from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json, write_sealed_json
 
 IDS, LOGPS = "teacher_ids", "teacher_logps"
 FORMAT = 1
 SHARD_BYTES = 64 * 2**20
+LEAST_LOGP = -100.0
+"""Smallest stored log-probability; exp of it is 0 in float32, and a loss of smaller ones would be huge or NaN."""
 AGAIN = "write it again by task=prepare task.teacher=, into another folder"
 
 
@@ -42,10 +44,10 @@ def stored_dtype(seq_len: int, *, entries: int, vocab_size: int) -> np.dtype[np.
     return row_dtype(seq_len, vocab_size=vocab_size, arrays=arrays)
 
 
-def folder_of(teacher: str, key: Key) -> str:
-    """Return the folder of one source's split at a row length."""
+def folder_name(key: Key) -> str:
+    """Return the name of the folder of one source's split at a row length."""
     name, split, length = key
-    return paths.join(teacher, f"{name}-{length}-{split}")
+    return f"{name}-{length}-{split}"
 
 
 def rows_hash(source: PreparedSource, key: Key) -> str:
@@ -84,22 +86,13 @@ class StoredTeacher:
 
 
 @dataclass(frozen=True)
-class TaughtRows:
+class TaughtRows(RowsOver):
     """Rows with a teacher's predictions; a `RowSource`."""
 
-    rows: RowSource
     store: RowStore
     entries: int
     folder: str
     factor: float = 1.0
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.num_rows
-
-    @property
-    def seq_len(self) -> int:
-        return self.rows.seq_len
 
     def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
         """Return the rows at `index_M`, shape (M, T), with the predictions (M, T, E).
@@ -112,8 +105,7 @@ class TaughtRows:
             if not np.array_equal(getattr(rows, name), getattr(stored, name)):
                 raise ConfigError(f"{self.folder}; its predictions belong to other tokens; {AGAIN}.")
         ids, logps = (stored.more[name][..., : self.entries] for name in (IDS, LOGPS))
-        more = {IDS: ids.astype(np.int32), LOGPS: logps * np.float32(self.factor)}
-        return Rows(**{**vars(rows), "more": {**rows.more, **more}})
+        return rows.having(**{IDS: ids.astype(np.int32), LOGPS: logps * np.float32(self.factor)})
 
 
 @dataclass(frozen=True)
@@ -136,9 +128,9 @@ def read_teacher(
         teacher: `data.<name>.teacher`.
 
     Raises:
-        ConfigError: there are none, or they belong to other rows or another tokenizer.
+        ConfigError: there are none, they are damaged, or belong to other rows or another tokenizer; a line for each.
     """
-    folder, told = folder_of(teacher, key), f"data.{key[0]}.teacher={teacher}"
+    folder, told = paths.join(teacher, folder_name(key)), f"data.{key[0]}.teacher={teacher}"
     try:
         manifest = read_sealed_json(paths.join(folder, MANIFEST), expected={"format": FORMAT})
     except FileNotFoundError as error:
@@ -146,8 +138,11 @@ def read_teacher(
             f"{told}; {folder} has no predictions of a teacher (or a preparation of it was cut off); write them by "
             "task=prepare task.teacher=RUN with the other settings of this command."
         ) from error
-    for problem in _problems(manifest, key, source=source, num_rows=num_rows, wanted=wanted):
-        raise ConfigError(f"{told}; {problem}")
+    except DamagedFile as error:
+        raise DamagedFile(f"{error} The task=prepare task.teacher= that wrote it writes it again.") from error
+    problems = _problems(manifest, key, source=source, num_rows=num_rows, wanted=wanted)
+    if problems:
+        raise ConfigError("\n".join(f"{told}; {problem}" for problem in problems))
     pad = source.manifests[key[2]]["pad_id"]
     factor = manifest["temperature"] / wanted.temperature
     cache = cache if paths.is_remote(folder) else None
@@ -165,7 +160,7 @@ def _problems(
         )
     if manifest["rows"] != rows_hash(source, key):
         found.append(
-            f"{folder_of('', key).strip('/')} was written for other rows: text, chat template, masks, split or packing "
+            f"{folder_name(key)} was written for other rows: text, chat template, masks, split or packing "
             f"changed since; restore them, or {AGAIN}."
         )
     if manifest["top_k"] < wanted.entries:
@@ -180,7 +175,7 @@ def _problems(
         )
     if manifest["num_rows"] < num_rows:
         found.append(
-            f"{folder_of('', key).strip('/')} has the first {manifest['num_rows']:,} rows and {num_rows:,} are read; "
+            f"{folder_name(key)} has the first {manifest['num_rows']:,} rows and {num_rows:,} are read; "
             f"lower trainer.max_eval_rows, or {AGAIN}."
         )
     return found
@@ -197,10 +192,10 @@ class PredictionWriter:
         paths.make_dirs(folder)
 
     def add(self, rows: Rows, *, ids_MTE: NDArray[Any], logps_MTE: NDArray[np.float32]) -> None:
-        """Add rows with their predictions; those of padding are stored as 0."""
+        """Add rows with their predictions, none below `LEAST_LOGP`; those of padding are stored as 0."""
         has_token_MT1 = rows.segments_NT[..., None] > 0
         ids = np.where(has_token_MT1, ids_MTE, 0).astype(self.dtype[IDS].base)
-        more = {IDS: ids, LOGPS: np.where(has_token_MT1, logps_MTE, np.float32(0))}
+        more = {IDS: ids, LOGPS: np.where(has_token_MT1, np.maximum(logps_MTE, LEAST_LOGP), np.float32(0))}
         tokens = {name: rows.array(name) for name in TOKEN_ARRAYS}
         self._waiting.append(Rows(**{f"{name}_NT": array for name, array in tokens.items()}, more=more))
         if sum(part.num_rows for part in self._waiting) >= self.rows_per_shard:

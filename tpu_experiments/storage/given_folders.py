@@ -152,6 +152,23 @@ def require_file(path: str, *, key: str, what: str) -> None:
         raise ConfigError(f"{key}={path}; there is no such file. {near_misses(path)}Name {what}.")
 
 
+def require_answers(path: str) -> Path:
+    """Return the file of vLLM's answers that `task.teacher` names.
+
+    Raises:
+        ConfigError: there is no such file, or it is not on this machine.
+    """
+    if paths.is_remote(path):
+        raise ConfigError(
+            f"task.teacher={path}; its lines are read in any order, from a disk of this machine; copy it there, and "
+            "name the copy."
+        )
+    require_file(path, key="task.teacher", what="a .jsonl file of vLLM's prompt_logprobs")
+    local = find_local(path)
+    assert local is not None, "`require_file` has found it"
+    return local
+
+
 def require_run(folder: str, *, weights: str) -> None:
     """Refuse a local folder that no run of this project has made, or one without the `weights` asked for.
 

@@ -58,6 +58,12 @@ class RunFolder:
         assert config.name is not None, "to_config names the run"
         return cls(config.output_dir, config.name)
 
+    @classmethod
+    def at(cls, folder: str) -> "RunFolder":
+        """Return the folder of a path or URL, which need not hold a run."""
+        parent, _, name = folder.rstrip("/").rpartition("/")
+        return cls(parent or ("/" if folder.startswith("/") else "."), name)
+
     def path(self, *parts: str) -> str:
         """Return a path below the run folder; without parts, the folder itself."""
         return paths.join(self.output_dir, self.name, *parts)

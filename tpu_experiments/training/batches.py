@@ -50,6 +50,7 @@ from tpu_experiments.models.passes.generation import program_shapes as decoder_s
 from tpu_experiments.objectives.base import objective_class, prepared_arrays, samples
 from tpu_experiments.optim.schedules import multiplier
 from tpu_experiments.storage import paths
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.training.cached_sampler import Lengths
 from tpu_experiments.training.evaluation import host_tensors
 from tpu_experiments.training.questions import Question
@@ -131,17 +132,17 @@ def stored_teachers(
         return {}
     temperature, converts = config.objective.teacher_temperature(), config.objective.converts_temperature()
     wanted = Wanted(entries, temperature, converts, tokenizer_hash(tokenizer))
-    found = {}
+    found, cache = {}, cache_settings(config)
     for key, (rows, _) in referred_rows(RunInputs(tokenizer, sources, stages), config).items():
         teacher = config.data[key[0]].teacher
         if teacher is None:  # of a pack; training/given.py says more
             raise ConfigError(
                 f"data.{key[0]}.teacher=null; objective={config.objective.name} learns from one; name it."
             )
-        cache = preparation_settings(config, tokenizer=tokenizer).cache
-        found[key] = read_teacher(
-            teacher, key, source=sources[key[0]], num_rows=rows.num_rows, wanted=wanted, cache=cache
-        )
+        with explain_storage_errors(teacher):
+            found[key] = read_teacher(
+                teacher, key, source=sources[key[0]], num_rows=rows.num_rows, wanted=wanted, cache=cache
+            )
     return found
 
 
@@ -166,22 +167,25 @@ def _require_answers(config: Config, sources: Mapping[str, PreparedSource]) -> N
         )
 
 
+def cache_settings(config: Config) -> CacheSettings:
+    """Return the limits on local copies and buffers of remote folders."""
+    return CacheSettings(
+        folder=cache_folder("shards"),
+        max_bytes=int(config.loader.cache_gib * GIB),
+        read_ahead_bytes=config.loader.read_ahead_mib * MIB,
+    )
+
+
 def preparation_settings(config: Config, *, tokenizer: PreTrainedTokenizerBase, is_lookup: bool = False) -> Preparation:
     """Return how and where the sources of a config are prepared."""
     folder = prepared_folder(config)
-    loader = config.loader
-    cache = CacheSettings(
-        folder=cache_folder("shards"),
-        max_bytes=int(loader.cache_gib * GIB),
-        read_ahead_bytes=loader.read_ahead_mib * MIB,
-    )
     labels = config.objective.known_labels() if config.objective.reads_labels else None
     return Preparation(
         config.prepare,
         folder,
         tokenizer,
         own_readers(config),
-        cache if paths.is_remote(folder) else None,
+        cache_settings(config) if paths.is_remote(folder) else None,
         is_lookup,
         is_labelled=config.objective.reads_labels,
         labels=None if labels is None else tuple(labels),

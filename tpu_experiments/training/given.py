@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import ConfigError
@@ -71,24 +72,31 @@ def require_given(config: Config) -> None:
     if isinstance(task, TokenizerTaskConfig) and task.compare_with is not None:
         with noted():
             given_folders.require_tokenizer_folder(task.compare_with, key="task.compare_with")
-    problems += _without_teacher(config)
+    if isinstance(task, PrepareTaskConfig) and task.teacher is not None and not task.predicts:
+        with noted():
+            given_folders.require_answers(task.teacher)
+    problems += _of_teachers(config)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _without_teacher(config: Config) -> list[str]:
-    """Return a line for each source without the teacher that the objective learns from."""
+def _of_teachers(config: Config) -> list[str]:
+    """Return a line for each source without the teacher that the objective learns from, or with a file as one."""
     task = config.task
     asked = isinstance(task, PrepareTaskConfig) and (task.teacher or task.teacher_requests)
     if not config.objective.teacher_entries() or not (task.name in TRAINING or asked):
         return []
-    return [
-        f"data.{name}.teacher=null with objective={config.objective.name}; it learns from a teacher's predictions of "
-        f"every source; name their folder with data.{name}.teacher=FOLDER, and write them by task=prepare "
-        "task.teacher=RUN."
-        for name, source in config.data.items()
-        if source.teacher is None
-    ]
+    found = []
+    for name, source in config.data.items():
+        key, folder = f"data.{name}.teacher", source.teacher
+        if folder is None:
+            found.append(
+                f"{key}=null with objective={config.objective.name}; it learns from a teacher's predictions of every "
+                f"source; name their folder with {key}=FOLDER, and write them by task=prepare task.teacher=RUN."
+            )
+        elif not paths.is_remote(folder) and Path(paths.absolute(folder)).is_file():
+            found.append(f"{key}={folder}; it is a file; name a folder, a new one or that of a task=prepare.")
+    return found
 
 
 def foreign_data(config: Config) -> str | None:
@@ -112,10 +120,7 @@ def run_to_evaluate(config: Config, task: EvaluateTaskConfig) -> RunFolder:
     Raises:
         ConfigError: it does not exist.
     """
-    folder = RunFolder.of(config)
-    if task.run is not None:
-        parent, _, name = task.run.rstrip("/").rpartition("/")
-        folder = RunFolder(parent or ("/" if task.run.startswith("/") else "."), name)
+    folder = RunFolder.of(config) if task.run is None else RunFolder.at(task.run)
     if folder.exists():
         return folder
     key = f"name={config.name}" if task.run is None else f"task.run={task.run}"

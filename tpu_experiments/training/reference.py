@@ -30,7 +30,7 @@ from tpu_experiments.checkpoint.errors import TrainingStopped, on_rank_zero
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.data.batches import Batch, fixed_batches
 from tpu_experiments.data.prepared import Key
-from tpu_experiments.data.rows import Rows, RowSource
+from tpu_experiments.data.rows import Rows, RowSource, RowsOver
 from tpu_experiments.models.sources.build import BuiltModel
 from tpu_experiments.objectives.base import REFERENCE, Objective
 from tpu_experiments.optim.ema import held_of
@@ -50,20 +50,11 @@ ValuesOf = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Ten
 
 
 @dataclass(frozen=True)
-class ReferencedRows:
+class ReferencedRows(RowsOver):
     """Rows with their reference; a `RowSource`."""
 
-    rows: RowSource
     values_NS: Values | None
     """Values (N, S) or (N, S, 2) of the segments 1, 2, ... of each row; None while they are not known: 0 everywhere."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.num_rows
-
-    @property
-    def seq_len(self) -> int:
-        return self.rows.seq_len
 
     def take(self, index_M: NDArray[np.int64] | slice) -> Rows:
         """Return the rows at `index_M`, shape (M, T), each value at the last learnt token of its segment.
@@ -74,7 +65,7 @@ class ReferencedRows:
         reference_MT = np.zeros(rows.ids_NT.shape, np.float32)
         if self.values_NS is not None:
             reference_MT = _placed(rows.learn_NT, rows.segments_NT, self.values_NS[index_M])
-        return Rows(**{**vars(rows), "more": {**rows.more, REFERENCE.name: reference_MT}})
+        return rows.having(**{REFERENCE.name: reference_MT})
 
 
 def _placed(learn_MT: NDArray[np.int32 | np.bool_], segments_MT: NDArray[np.int32], values_MS: Values) -> Values:

@@ -103,7 +103,7 @@ def find_start(config: Config, module: nn.Module) -> StartPoint | None:
     if run is None:
         return None
     with explain_storage_errors(run):
-        folder = _run_folder(run)
+        folder = RunFolder.at(paths.absolute(run))
         stored = folder.stored_identity()
         if paths.absolute(folder.path()) == paths.absolute(RunFolder.of(config).path()):
             raise ConfigError(f"start.run={run}; it is this very run, which resumes by itself; leave start.run out.")
@@ -196,13 +196,6 @@ class _FingerprintedTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def _run_folder(run: str) -> RunFolder:
-    """Return a RunFolder for the folder, which need not hold a run."""
-    whole = paths.absolute(run).rstrip("/")
-    parent, _, name = whole.rpartition("/")
-    return RunFolder(parent or "/", name)
-
-
 def _checkpoint_or_export(config: Config, folder: RunFolder, *, stored: Mapping[str, Any]) -> StartPoint:
     """Return the requested or newest checkpoint of a run, or its export if it has no checkpoint.
 
@@ -266,7 +259,7 @@ def _adapter_point(config: Config, module: nn.Module, *, folder: str) -> StartPo
     if config.lora.r == 0:
         raise ConfigError(_merge_first(folder, key="task.adapter"))
     _require_own_start(config, run=folder)
-    parent = _run_folder(folder.rstrip("/").rpartition("/")[0] or ".")
+    parent = RunFolder.at(paths.absolute(folder.rstrip("/").rpartition("/")[0] or "."))
     stored = parent.stored_identity() if folder.rstrip("/").rpartition("/")[2] == "adapter" else None
     adapter = read_adapter(folder, has_head=True)
     if stored is not None:

@@ -233,6 +233,25 @@ def test_threads_share_a_store_of_more_shards_than_maps(tmp_path, monkeypatch):
     assert wrong == []
 
 
+def test_a_shard_is_hashed_once_though_its_map_is_opened_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "OPEN_MAPS", 2)
+    hashed, require = [], stream.require_sha256_of
+    monkeypatch.setattr(
+        stream, "require_sha256_of", lambda path, *args, **more: (hashed.append(path), require(path, *args, **more))
+    )
+    rows = random_rows(30, seq_len=SEQ_LEN)
+    names = [f"{number:05d}.npy" for number in range(3)]
+    records = [
+        write_shard(f"{tmp_path}/{name}", rows.take(slice(10 * n, 10 * n + 10)), dtype=DTYPE)
+        for n, name in enumerate(names)
+    ]
+    store = RowStore.of_records(str(tmp_path), records, seq_len=SEQ_LEN, pad_id=3, check="at_open")
+    for _ in range(3):
+        for row in (0, 10, 20):
+            store.take(np.array([row]))
+    assert hashed == [f"{tmp_path}/{name}" for name in names]
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12, when there is another thread
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX, where another test of the process imported it
 def test_a_forked_process_opens_its_own(folder):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.data.rows import Rows
 from tpu_experiments.data.teacher import digest_of, documents_of
-from tpu_experiments.storage.given_folders import require_file
+from tpu_experiments.storage.given_folders import require_answers
 
 
 class PromptLogprobs:
@@ -26,11 +26,11 @@ class PromptLogprobs:
         Raises:
             ConfigError: the file is missing, or a line is none of vLLM's.
         """
-        require_file(path, key="task.teacher", what="a .jsonl file of vLLM's prompt_logprobs")
         self.path, self.entries, self.num_ids = path, entries, num_ids
+        self._file = require_answers(path)
         self._places: dict[bytes, tuple[int, int]] = {}
         start = 0
-        with open(path, "rb") as file:
+        with self._file.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     ids, _ = self._read(line, number)
@@ -60,7 +60,7 @@ class PromptLogprobs:
         """
         shape = (*rows.ids_NT.shape, self.entries)
         ids_MTE, logps_MTE = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        with open(self.path, "rb") as file:
+        with self._file.open("rb") as file:
             for row, place, ids_L in documents_of(rows):
                 start, number = self._places[digest_of(ids_L)]
                 file.seek(start)
@@ -75,9 +75,12 @@ class PromptLogprobs:
         try:
             found = json.loads(line)
             found = found["choices"][0] if "choices" in found else found
-            ids, told = np.array(found["prompt_token_ids"], np.int32), found["prompt_logprobs"]
-            if ids.ndim != 1 or len(told) != len(ids):
-                raise ValueError(f"{len(ids)} tokens and {len(told)} predictions")
+            numbers, told = found["prompt_token_ids"], found["prompt_logprobs"]
+            if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+                raise ValueError("prompt_token_ids is no list of whole numbers")
+            if not isinstance(told, list) or len(told) != len(numbers):
+                raise ValueError(f"{len(numbers)} tokens and no list of as many predictions")
+            ids = np.array(numbers, np.int32)
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             raise ConfigError(
                 f"task.teacher={self.path}; line {number} has no prompt_token_ids with as many prompt_logprobs "

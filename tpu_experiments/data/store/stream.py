@@ -27,7 +27,7 @@ COPIED_PIECE_BYTES = 16 * 2**20
 COPY_AGAIN_SECONDS = 30.0
 
 Check = Literal["at_open", "none"]
-"""`at_open`: a local shard is hashed when a process opens it. `none`: it was verified before, or need not be."""
+"""`at_open`: a local shard is hashed when a process first opens it. `none`: it was verified before, or need not be."""
 Records = NDArray[np.void]
 Index = NDArray[np.int64]
 
@@ -86,6 +86,7 @@ class LocalShards:
     def __init__(self, shards: Shards, *, check: Check = "none") -> None:
         self._shards, self._check = shards, check
         self._maps: OrderedDict[int, Records] = OrderedDict()
+        self._verified: set[int] = set()  # a map that was dropped is opened again without hashing
         self._lock = threading.Lock()
 
     def read(self, shard: int, start: int, stop: int) -> list[Records]:
@@ -120,8 +121,9 @@ class LocalShards:
         if size != needed:
             found = "is missing" if size is None else f"has {size:,} bytes where its rows take {needed:,}"
             raise ConfigError(f"{file.path}; the shard {found}; {ADVICE}")
-        if self._check == "at_open" and file.sha256 is not None:
+        if self._check == "at_open" and file.sha256 is not None and shard not in self._verified:
             require_sha256_of(file.path, file.sha256, size=needed)
+            self._verified.add(shard)
         path, dtype = file.path.removeprefix("file://"), self._shards.dtype
         require_regular(path)
         mapped = np.memmap(path, dtype, mode="r", offset=self._shards.header_bytes, shape=(file.num_rows,))

@@ -30,8 +30,6 @@ from tpu_experiments.runtime.ops import BY_ROWS, LoopCall, Tensors
 
 LEAST_REST = 1e-6
 """Smallest mass of the bucket, and no gradient below it: 1 - sum exp of float32 is off by about 1e-7."""
-LEAST_LOGP = -100.0
-"""Smallest stored log-probability; exp of it is 0 in float32."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,7 @@ def likeliest(
         scaled_BTV = logits_BTV.float() / taken.temperature
         top = torch.topk(scaled_BTV[..., : taken.num_ids], taken.top_k, dim=-1)
         logps_BTK = top.values - torch.logsumexp(scaled_BTV, -1, keepdim=True)
-        return torch.cat([logps_BTK.clamp(min=LEAST_LOGP), top.indices.float()], -1)
+        return torch.cat([logps_BTK, top.indices.float()], -1)
 
     with torch.no_grad():
         if computing.chunk_tokens is None or not has_plain_head(module):

@@ -100,7 +100,7 @@ def _config_of(folder: RunFolder, config: Config, task: EvaluateTaskConfig) -> C
         ConfigError: the run was found by this command's name, and its config differs.
     """
     keys = (*MODEL_KEYS, "objective", *(() if task.data == "selected" else DATA_KEYS))
-    found = config_of_run(config, text=_config_text(folder), place=folder.config_path, keys=keys)
+    found = config_of_run(config, text=config_text(folder), place=folder.config_path, keys=keys)
     objective = _objective_of_data(found)
     if task.data == "selected":
         objective = objective.on_data_of(config.objective)
@@ -172,7 +172,7 @@ def _require_scored(folder: RunFolder) -> None:
         )
 
 
-def _config_text(folder: RunFolder) -> str:
+def config_text(folder: RunFolder) -> str:
     """Return the text of the run's config.yaml.
 
     Raises:
@@ -184,8 +184,14 @@ def _config_text(folder: RunFolder) -> str:
         raise ConfigError(f"{folder.config_path}; it cannot be read ({type(error).__name__}); restore it.") from error
 
 
-def run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
-    """Return the run's export, or its newest checkpoint if it is not finished.
+def run_subject(
+    config: Config,
+    folder: RunFolder,
+    *,
+    file: str,
+    instead: str = "evaluate the base model alone with task.adapter=none",
+) -> Subject:
+    """Return the run's export, or its newest checkpoint if it is not finished; `instead` ends a refusal.
 
     Raises:
         ConfigError: it has neither.
@@ -203,7 +209,7 @@ def run_subject(config: Config, folder: RunFolder, *, file: str) -> Subject:
     if newest is None:
         raise ConfigError(
             f"{folder.path()}; the run is not finished and has no checkpoint; let it train until its first one, or "
-            "evaluate the base model alone with task.adapter=none."
+            f"{instead}."
         )
     step, progress = newest
     log.warning("%s is not finished; its checkpoint of step %d is evaluated", folder.path(), step)

@@ -2,12 +2,12 @@
 
 import hashlib
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,20 @@ from numpy.typing import NDArray
 
 from tpu_experiments.checkpoint.errors import on_rank_zero
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.identity import config_of_run
+from tpu_experiments.config.identity import config_of_run, identity
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PrepareTaskConfig
-from tpu_experiments.data.prepared import MANIFEST, Key
+from tpu_experiments.data.prepared import Key, read_manifest
 from tpu_experiments.data.reading.prompt_logprobs import PromptLogprobs
 from tpu_experiments.data.rows import Rows, RowSource
+from tpu_experiments.data.steps.keys import short_hash
+from tpu_experiments.data.store.shards import damaged_shards
 from tpu_experiments.data.teacher import (
     FORMAT,
     PredictionWriter,
     digest_of,
     documents_of,
-    folder_of,
+    folder_name,
     rows_hash,
     stored_dtype,
 )
@@ -37,10 +39,12 @@ from tpu_experiments.runtime.base import Runtime
 from tpu_experiments.runtime.processes.env import compile_cache_root
 from tpu_experiments.runtime.processes.launch import launch
 from tpu_experiments.storage import paths, strict_json
+from tpu_experiments.storage.given_folders import require_answers
+from tpu_experiments.storage.retry import explain_storage_errors
 from tpu_experiments.storage.run_folder import RunFolder
-from tpu_experiments.storage.sealed import DamagedFile, read_sealed_json
+from tpu_experiments.tasks.doctor.places import nearest_folder
 from tpu_experiments.tasks.evaluate.base_and_trained import ModelAndBase
-from tpu_experiments.tasks.evaluate.subject import Subject, run_subject
+from tpu_experiments.tasks.evaluate.subject import Subject, config_text, run_subject
 from tpu_experiments.tasks.setup import check_ids, check_model
 from tpu_experiments.training.batches import RunInputs, load_run_tokenizer, referred_rows
 from tpu_experiments.training.reference import ReferencePass
@@ -69,7 +73,7 @@ def teacher_of(config: Config) -> Subject | None:
     """Return the model that `task.teacher` names; None where it names a file of predictions, or nothing.
 
     Raises:
-        ConfigError: there is no such run, or it is not a decoder's.
+        ConfigError: there is no such run, it has no config or nothing trained, or it is not a decoder's.
     """
     assert isinstance(config.task, PrepareTaskConfig)
     teacher = config.task.teacher
@@ -77,8 +81,7 @@ def teacher_of(config: Config) -> Subject | None:
         return None
     if teacher == OWN_MODEL:
         return Subject(config, "base", "", "")
-    parent, _, name = teacher.rstrip("/").rpartition("/")
-    folder = RunFolder(parent or ("/" if teacher.startswith("/") else "."), name)
+    folder = RunFolder.at(teacher)
     stored = folder.stored_identity() if folder.exists() else None
     if stored is None:
         raise ConfigError(
@@ -90,16 +93,20 @@ def teacher_of(config: Config) -> Subject | None:
     if any(f".{head}." in learnt for head in heads):
         raise ConfigError(f"task.teacher={teacher}; its objective is {learnt}, and a teacher predicts the next token.")
     keys = ("seed", "plugins", "model", "lora")
-    found = config_of_run(config, text=paths.read_text(folder.config_path), place=folder.config_path, keys=keys)
+    found = config_of_run(config, text=config_text(folder), place=folder.config_path, keys=keys)
     hw = replace(config.hw, compile_cache=compile_cache_root(config) or "none")  # this command's, not the run's
-    return run_subject(replace(found, hw=hw, output_dir=folder.output_dir, name=folder.name), folder, file="")
+    found = replace(found, hw=hw, output_dir=folder.output_dir, name=folder.name)
+    return run_subject(found, folder, file="", instead="name another run with task.teacher=")
 
 
 def write_predictions(config: Config, inputs: RunInputs, subject: Subject | None) -> None:
     """Write the predictions of all rows of training and of evaluations.
 
     Raises:
-        ConfigError: another tokenizer, too many entries, no room on the disk, or missing answers; nothing was written.
+        ConfigError: another tokenizer, too many entries, other predictions in the folder, no room on the disk, or
+            missing answers, and no prediction was written; NaN, an answer of too few entries, or a folder that cannot
+            be written to.
+        StorageFailed: the disk is full.
     """
     assert isinstance(config.task, PrepareTaskConfig)
     if config.task.teacher_requests is not None:
@@ -129,7 +136,7 @@ def write_predictions(config: Config, inputs: RunInputs, subject: Subject | None
 def _folder(config: Config, key: Key) -> str:
     teacher = config.data[key[0]].teacher
     assert teacher is not None, "training/given.py requires one"
-    return folder_of(teacher, key)
+    return paths.join(teacher, folder_name(key))
 
 
 def _order(config: Config, inputs: RunInputs, subject: Subject | None) -> Order:
@@ -145,6 +152,7 @@ def _order(config: Config, inputs: RunInputs, subject: Subject | None) -> Order:
             "log-probabilities are of temperature 1; use it, or objective.rest=renormalised."
         )
     dtypes, about = {}, {}
+    tokens, told = tokenizer_hash(inputs.tokenizer), _told(task.teacher or "", subject)
     for key, (rows, _) in referred_rows(inputs, config).items():
         name, split, length = key
         dtypes[key] = stored_dtype(length, entries=entries, vocab_size=num_ids)
@@ -155,37 +163,43 @@ def _order(config: Config, inputs: RunInputs, subject: Subject | None) -> Order:
             "top_k": entries,
             "temperature": temperature,
             "num_ids": num_ids,
-            "tokenizer_hash": tokenizer_hash(inputs.tokenizer),
+            "tokenizer_hash": tokens,
             "rows": rows_hash(inputs.sources[name], key),
             "num_rows": rows.num_rows,
-            "teacher": _told(task.teacher or "", subject),
+            "teacher": told,
         }
-    wanted = [key for key in about if not _is_there(_folder(config, key), about[key])]
+    wanted = []
+    for key, each in about.items():
+        folder = _folder(config, key)
+        with explain_storage_errors(folder):
+            if not _is_there(folder, each):
+                wanted.append(key)
     return Order(inputs, wanted, dtypes, about, num_ids)
 
 
 def _told(teacher: str, subject: Subject | None) -> str:
-    """Return what a teacher is, for the manifest."""
+    """Return what a teacher is, for the manifest: of a file its content, of a model all its settings and the seed."""
     if subject is None:
-        return f"{teacher}, {paths.size_of(teacher)} bytes"
+        with require_answers(teacher).open("rb") as file:
+            return f"{teacher}, sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
     model = subject.config.model
+    settings = {k: v for k, v in identity(subject.config).items() if k == "seed" or k.startswith("model.")}
     state = ""
     if subject.kind == "checkpoint":
         state = f", {', '.join(sorted(paths.list_names(subject.place)))}"
     elif subject.kind != "base":
         state = f", {hashlib.sha256(paths.read_bytes(RunFolder.of(subject.config).result_path)).hexdigest()[:16]}"
-    return f"{subject.kind} {subject.place or model.path}{state}, {model.size} {model.path}, {model.dtype}"
+    return f"{subject.kind} {subject.place or model.path}{state}, {model.size} {model.path}, {short_hash(settings)}"
 
 
 def _is_there(folder: str, about: Mapping[str, Any]) -> bool:
-    """Return whether these very predictions are in the folder.
+    """Return whether these very predictions are in the folder, whole; damage is logged.
 
     Raises:
         ConfigError: others are.
     """
-    try:
-        found = read_sealed_json(paths.join(folder, MANIFEST), expected={"format": FORMAT})
-    except (FileNotFoundError, DamagedFile):
+    found = read_manifest(folder, expected={"format": FORMAT})
+    if found is None:
         return False
     other = [name for name, value in about.items() if found.get(name) != value]
     if other:
@@ -194,13 +208,18 @@ def _is_there(folder: str, about: Mapping[str, Any]) -> bool:
             f"{folder}; it holds other predictions of a teacher ({shown}); name another folder with "
             "data.NAME.teacher=, or delete this one."
         )
-    log.info("%s has these predictions already", folder)
-    return True
+    damaged = damaged_shards(folder, found["shards"], md5={each["name"]: each["md5"] for each in found["shards"]})
+    for complaint in damaged:
+        log.warning("%s The predictions are written again.", complaint)
+    if not damaged:
+        log.info("%s has these predictions already", folder)
+    return not damaged
 
 
 def _require_room(order: Order, config: Config) -> None:
     """Say how many bytes will be written, and refuse if the disk lacks them."""
-    needed: dict[str, int] = {}
+    needed: dict[int, int] = {}  # bytes by disk
+    places: dict[int, str] = {}
     for key in order.keys:
         num_rows, dtype = order.about[key]["num_rows"], order.dtypes[key]
         folder = _folder(config, key)
@@ -209,16 +228,17 @@ def _require_room(order: Order, config: Config) -> None:
             *(folder, f"{num_rows:,}", f"{key[2]:,}", num_rows * dtype.itemsize / 1e6, dtype.itemsize / key[2]),
         )
         if not paths.is_remote(folder):
-            place = Path(folder.removeprefix("file://")).absolute()
-            disk = next(str(each) for each in (place, *place.parents) if each.exists())
+            place = nearest_folder(folder)
+            disk = os.stat(place).st_dev
             needed[disk] = needed.get(disk, 0) + num_rows * dtype.itemsize
+            places.setdefault(disk, place)
     for disk, num_bytes in needed.items():
-        free = shutil.disk_usage(disk).free
+        free = shutil.disk_usage(places[disk]).free
         if num_bytes > free:
             raise ConfigError(
-                f"task.teacher; its predictions take {num_bytes / 1e9:.1f} GB and {disk} has {free / 1e9:.1f} GB "
-                f"free; lower objective.top_k={config.objective.teacher_entries()}, or name another folder with "
-                "data.NAME.teacher=."
+                f"task.teacher; its predictions take {num_bytes / 1e9:.1f} GB and the disk of {places[disk]} has "
+                f"{free / 1e9:.1f} GB free; lower objective.top_k={config.objective.teacher_entries()}, or name "
+                "another folder with data.NAME.teacher=."
             )
 
 
@@ -237,23 +257,24 @@ def teacher_process(runtime: Runtime, config: Config, subject: Subject, order: O
         max_new_tokens=1,
         max_prompts=0,
     )
-    for state in model.states():
-        log.info("teacher: %s", state if subject.kind == "base" else f"{subject.kind} {subject.place}")
+    for _ in model.states():  # the last one is the teacher
+        pass
+    log.info("teacher: %s", f"{subject.kind} {subject.place}".strip())
     taken = OfTeacher(order.about[first]["top_k"], order.about[first]["temperature"], order.num_ids)
     values_of = partial(likeliest, taken=taken, computing=computing_of(config, runtime))
     predicting = ReferencePass(model, values_of=values_of)
     runtime.expect({"reference": shapes})
     for key in order.keys:
         rows, global_rows = rows_of[key]
-        writer, began, done = None, time.monotonic(), 0
-        if runtime.rank == 0:
-            writer = PredictionWriter(_folder(config, key), dtype=order.dtypes[key])
+        folder, began, done = _folder(config, key), time.monotonic(), 0
+        explained = explain_storage_errors(folder, full="failed")
+        writer = on_rank_zero(runtime, explained(partial(PredictionWriter, folder, dtype=order.dtypes[key])))
         for values_GTE in predicting.run(rows, global_rows=global_rows):
             part = rows.take(slice(done, done + global_rows))
             done += part.num_rows
             add = partial(_add, writer, part, values_GTE[: part.num_rows], taken.top_k)
-            on_rank_zero(runtime, add)
-        on_rank_zero(runtime, partial(_close, writer, order.about[key]))
+            on_rank_zero(runtime, explained(add))
+        on_rank_zero(runtime, explained(partial(_close, writer, order.about[key])))
         seconds = time.monotonic() - began
         log.info("teacher: %d rows of %s predicted in %.1f s", done, "/".join(map(str, key)), seconds)
 
@@ -261,7 +282,7 @@ def teacher_process(runtime: Runtime, config: Config, subject: Subject, order: O
 def _add(writer: PredictionWriter | None, rows: Rows, values_MTE: NDArray[np.float32], entries: int) -> None:
     assert writer is not None, "rank 0 has one"
     logps, ids = values_MTE[..., :entries], values_MTE[..., entries:]
-    if not np.isfinite(logps).all():
+    if np.isnan(logps).any():
         raise ConfigError(f"{writer.folder}; the teacher predicts NaN; look at its weights and model.dtype.")
     writer.add(rows, ids_MTE=ids, logps_MTE=logps)
 
@@ -287,11 +308,13 @@ def _import(config: Config, order: Order) -> None:
         for part in _parts(rows_of[key][0]):
             found.require(part, what=f"data.{key[0]} ({key[1]}, rows of {key[2]})")
     for key in order.keys:
-        writer = PredictionWriter(_folder(config, key), dtype=order.dtypes[key])
-        for part in _parts(rows_of[key][0]):
-            ids, logps = found.of(part)
-            writer.add(part, ids_MTE=ids, logps_MTE=logps)
-        writer.close(**order.about[key])
+        folder = _folder(config, key)
+        with explain_storage_errors(folder, full="failed"):
+            writer = PredictionWriter(folder, dtype=order.dtypes[key])
+            for part in _parts(rows_of[key][0]):
+                ids, logps = found.of(part)
+                writer.add(part, ids_MTE=ids, logps_MTE=logps)
+            writer.close(**order.about[key])
 
 
 def _write_requests(file: str, inputs: RunInputs, config: Config) -> None:
@@ -303,6 +326,7 @@ def _write_requests(file: str, inputs: RunInputs, config: Config) -> None:
                 if digest_of(ids_L) not in seen:
                     seen.add(digest_of(ids_L))
                     lines.append(strict_json.dumps({"prompt_token_ids": ids_L.tolist()}) + "\n")
-    paths.make_dirs(paths.folder_of(file))
-    paths.write_text_atomic(file, "".join(lines))
+    with explain_storage_errors(file, full="failed"):
+        paths.make_dirs(paths.folder_of(file))
+        paths.write_text_atomic(file, "".join(lines))
     print(f"{len(lines):,} documents to be scored: {file}")
