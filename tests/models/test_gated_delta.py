@@ -96,12 +96,12 @@ def test_state_after_a_row_goes_on_with_the_next_token(tokens):
     assert far(state, last) < 2e-6
 
 
-def test_chunks_are_powers_of_two_up_to_that_of_transformers():
-    assert [delta_chunk_of(n) for n in (1, 2, 3, 21, 64, 65, 2048)] == [1, 2, 4, 32, 64, 64, 64]
-    assert DELTA_CHUNK_TOKENS == 64
+def test_chunks_are_powers_of_two_up_to_the_lanes_of_a_tpu():
+    assert [delta_chunk_of(n) for n in (1, 2, 3, 21, 64, 65, 128, 129, 2048)] == [1, 2, 4, 32, 64, 128, 128, 128, 128]
+    assert DELTA_CHUNK_TOKENS == 128
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 128])
 def test_the_inverse_is_as_exact_as_a_solved_system(size):
     """The product of I + A^(2^k), which is the same in exact numbers, is 4e9 off for 64 equal keys."""
     eye, below = torch.eye(size), torch.ones(size, size).tril(-1)

@@ -234,6 +234,10 @@ class Decoder:
         keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in self.windows)
         return 4.0 * self.num_heads * self.head_dim * keys
 
+    def attention_backward(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of the gradients of `attention`: two products for each one forward."""
+        return 2.0 * self.attention(seq_len, causal=causal)
+
     def adapted(self, lora: LoraConfig) -> list[tuple[int, int]]:
         """Return (in, out) of every Linear that has an adapter, by the rules of config/model_schema.py."""
         return list(self.adapted_by_name(lora).values())
@@ -568,12 +572,27 @@ class DeltaHybrid(Decoder):
         row has several chunks, those that write, change and read the state.
         """
         chunk, wide, high = delta_chunk_of(seq_len), self.key_width, self.value_width
-        within = 4.0 * chunk * (wide + high) + 4.0 * chunk * chunk * max(0, chunk.bit_length() - 2)
+        within = 4.0 * chunk * (wide + high)
         count = -(-seq_len // chunk)
         across = 2.0 * wide * (3 * high + wide + chunk) + 2.0 * wide * wide * high / chunk * (count - 2) / count
         rule = self.num_delta * self.value_heads * (within + (across if count > 1 else 0.0))
+        rule += self._rounds(chunk) * self._product(chunk)
         keys = (self.num_layers - self.num_delta) * mean_keys(seq_len, window=None, causal=causal)
         return rule + 4.0 * self.num_heads * self.head_dim * keys
+
+    def attention_backward(self, seq_len: int, *, causal: bool = True) -> float:
+        """Return the FLOPs per token of the gradients of `attention`; that of the inverse is two products."""
+        chunk = delta_chunk_of(seq_len)
+        of_inverse = (1 - 2 * self._rounds(chunk)) * self._product(chunk)
+        return super().attention_backward(seq_len, causal=causal) + of_inverse
+
+    def _rounds(self, chunk: int) -> int:
+        """Return the rounds of inverting a chunk's matrix that have products."""
+        return max(0, chunk.bit_length() - 2)
+
+    def _product(self, chunk: int) -> float:
+        """Return the FLOPs per token of two products of the chunks' matrices with matrices as large."""
+        return 4.0 * self.num_delta * self.value_heads * chunk * chunk
 
     def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for layer, attends in enumerate(self.attends):
@@ -1310,7 +1329,7 @@ def flops_of_token(
         activation_gradient=layers,
         weight_gradient=(adapted if rounded else 0.0) + saved if lora.r else layers,
         recomputation=again,
-        attention=(2 + forwards) * attention,  # two products forward, four backward
+        attention=forwards * attention + decoder.attention_backward(seq_len, causal=causal),
         head=head * (forwards + (2 if decoder.trains_head(lora) else 1)),
         # The second product of a weight has no gradient of it.
         lora=(2 + forwards) * adapters + ((1 + forwards) * adapted if twice else 0.0),
