@@ -211,6 +211,16 @@ def test_llamafactory(tmp_path):
     assert (config.seed, config.optim.weight_decay, config.schedule.floor) == (42, 0.0, 0.0)
 
 
+def test_llamafactory_takes_the_smaller_number_of_rows(tmp_path):
+    for rows, most in ((10, 10), (5000, 1000)):
+        (tmp_path / "info.json").write_text(
+            json.dumps({"identity": {"file_name": "identity.json", "num_samples": rows}})
+        )
+        text = FACTORY.replace("identity,alpaca_en_demo", "identity")
+        draft, _ = drafted_of(None, tmp_path, text=text, dataset_info=str(tmp_path / "info.json"))
+        assert draft.settings["data.identity.max_documents"] == most
+
+
 def test_llamafactory_pairs(tmp_path):
     (tmp_path / "info.json").write_text(json.dumps(INFO))
     text = FACTORY.replace("stage: sft", "stage: dpo\npref_loss: simpo\npref_beta: 2.0\nsimpo_gamma: 1.0")
@@ -417,7 +427,7 @@ def test_axolotl_adapters_of_experts_and_rows(tmp_path):
     lora = experiment(drafted_of(None, tmp_path, text=text)[0]).lora
     assert (lora.targets, lora.target_parameters) == ([], ["mlp.experts.down_proj"])
     assert lora.trainable_token_indices == {"embed_tokens": [5, 7]}
-    both, _ = drafted_of(None, tmp_path, text=f"{QLORA}lora_target_modules: [embed_tokens]\n")
+    both, _ = drafted_of(None, tmp_path, text=f"{QLORA}lora_target_modules: [q_proj, embed_tokens]\n")
     assert experiment(both).lora.targets == ["all-linear", "embed_tokens"]
     draft, _ = drafted_of(None, tmp_path, text=QLORA.replace("lora_target_linear: true", "loraplus_lr_embedding: 1e-6"))
     assert set(draft.problems) == {"adapter", "loraplus_lr_embedding"}

@@ -486,14 +486,21 @@ def _adapter(draft: Draft) -> None:
     _base(draft)
 
 
+OUTSIDE = ("embed_tokens", "lm_head")
+"""Modules that are none of a layer, and so not of `all-linear`."""
+
+
 def _targets(draft: Draft) -> None:
     """Set what is adapted: modules, or experts' matrices."""
     parameters = draft.listed("lora_target_parameters")
-    targets: list[str] = ["all-linear"] if draft.flag("lora_target_linear") else []
-    of = ["lora_target_linear"] if targets else []
+    targets: list[str] = []
+    of: list[str] = []
     if (modules := draft.value("lora_target_modules")) not in (None, []):
-        targets = list(dict.fromkeys([*targets, *targets_of(draft, modules, key="lora_target_modules")]))
+        targets = targets_of(draft, modules, key="lora_target_modules")
         of.append("lora_target_modules")
+    if draft.flag("lora_target_linear"):
+        targets = ["all-linear", *(each for each in targets if each in OUTSIDE)]
+        of = ["lora_target_linear", *(of if targets[1:] else [])]
     if not targets and not parameters:
         draft.refuse("adapter", "it has none of lora_target_modules, lora_target_linear and lora_target_parameters")
     draft.set("lora.targets", targets, of=of or "lora_target_parameters")
@@ -503,7 +510,8 @@ def _targets(draft: Draft) -> None:
 
 def _initial(draft: Draft) -> None:
     init = draft.value("peft_init_lora_weights")
-    if init is False or (isinstance(init, str) and init.lower() not in ("gaussian", "pissa", "true", "loftq")):
+    is_named = isinstance(init, str) and init.lower() in ("gaussian", "pissa", "loftq")
+    if init is not None and not is_named and as_truth(init) is not True:
         draft.refuse("peft_init_lora_weights", "starts here are those of true, pissa and loftq")
     elif isinstance(init, str) and init.lower() == "gaussian":
         draft.refuse("peft_init_lora_weights", "A here is Kaiming-uniform, as with true")

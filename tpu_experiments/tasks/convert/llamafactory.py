@@ -1,5 +1,6 @@
 """Keys of LLaMA-Factory's config, and their conversion (hiyouga/LLaMA-Factory, its classic arguments)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -409,11 +410,11 @@ def _data(draft: Draft) -> None:
             _source(draft, name, folder=folder)
     _template(draft)
     for name in names_of_sources(draft):
-        known = draft.settings.get(f"data.{name}.max_documents")
-        set_whole(draft, "max_samples", f"data.{name}.max_documents")
-        if known is not None and draft.is_given("max_samples"):
-            most = min(known, draft.settings.get(f"data.{name}.max_documents", known))
-            draft.set(f"data.{name}.max_documents", most, of="max_samples")
+        key = f"data.{name}.max_documents"
+        known = draft.settings.get(key, math.inf)
+        set_whole(draft, "max_samples", key)
+        if known < draft.settings.get(key, 0):
+            draft.set(key, known, of="max_samples")
     hold_out(draft, key="val_size")
     _held_out(draft, folder=folder)
     _rows(draft)
