@@ -108,7 +108,6 @@ def coverage(sources: Path) -> None:
     files: collections.Counter[str] = collections.Counter()
     whole: collections.Counter[str] = collections.Counter()
     composed: collections.Counter[str] = collections.Counter()
-    but_for_warmup: collections.Counter[str] = collections.Counter()
     names: dict[str, set[str]] = collections.defaultdict(set)
     reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,11 +116,7 @@ def coverage(sources: Path) -> None:
             given = read(config).values
             files[program] += 1
             whole[program] += not draft.problems
-            of_warmup = {"warmup_ratio", "warmup_steps"} & set(draft.problems)
-            if not set(draft.problems) - of_warmup:
-                but_for_warmup[program] += 1
-                left = converted(config, **settings_of(program, config, sources), leave=sorted(of_warmup))
-                composed[program] += composes(left)
+            composed[program] += not draft.problems and composes(draft)
             for key, value in given.items():
                 if value is not None:
                     kinds[program][kind_of(draft, key, value)] += 1
@@ -129,15 +124,15 @@ def coverage(sources: Path) -> None:
             reasons[program].update(list(draft.problems))
     print(
         "| program | examples | keys with a value | different | equal | no effect | off | refused | unknown "
-        "| whole | but for a share of warm-up | and compose without it |"
+        "| whole | and compose |"
     )
-    print(f"|{'---|' * 12}")
+    print(f"|{'---|' * 11}")
     for program, count in files.items():
         total = kinds[program].total()
         shares = [f"{kinds[program][kind] / total:.1%}" for kind in ("equal", "idle", "off", "refused", "unknown")]
         print(
             f"| {program} | {count} | {total:,} | {len(names[program])} | {' | '.join(shares)} "
-            f"| {whole[program]} | {but_for_warmup[program]} | {composed[program]} |"
+            f"| {whole[program]} | {composed[program]} |"
         )
     for program, counted in reasons.items():
         print(f"\n{program}, refused: " + ", ".join(f"{key} {count}" for key, count in counted.most_common(14)))
@@ -329,12 +324,14 @@ def by_axolotl(made: Made) -> list[Encoded]:
     return [encoded(row["input_ids"], row["labels"]) for row in rows]
 
 
-def _llamafactory(made: Made) -> Any:
+def _llamafactory(made: Made, kind: Any) -> Any:
+    """Return LLaMA-Factory's processor of rows, of a class of it."""
     from llamafactory.data.template import get_template_and_fix_tokenizer
     from llamafactory.hparams.data_args import DataArguments
 
     arguments = DataArguments(template=made.values["template"], cutoff_len=made.values["cutoff_len"])
-    return get_template_and_fix_tokenizer(made.tokenizer, arguments), arguments
+    template = get_template_and_fix_tokenizer(made.tokenizer, arguments)
+    return kind(template=template, tokenizer=made.tokenizer, processor=None, data_args=arguments)
 
 
 def _turns(row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str]:
@@ -347,10 +344,7 @@ def _turns(row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str]:
 def by_llamafactory(made: Made) -> list[Encoded]:
     from llamafactory.data.processor.supervised import SupervisedDatasetProcessor
 
-    template, arguments = _llamafactory(made)
-    processor = SupervisedDatasetProcessor(
-        template=template, tokenizer=made.tokenizer, processor=None, data_args=arguments
-    )
+    processor = _llamafactory(made, SupervisedDatasetProcessor)
     found = []
     for row in made.rows:
         asked = "\n".join(text for text in (row["instruction"], row["input"]) if text)
@@ -362,10 +356,7 @@ def by_llamafactory(made: Made) -> list[Encoded]:
 def by_llamafactory_in_pairs(made: Made) -> list[Encoded]:
     from llamafactory.data.processor.pairwise import PairwiseDatasetProcessor
 
-    template, arguments = _llamafactory(made)
-    processor = PairwiseDatasetProcessor(
-        template=template, tokenizer=made.tokenizer, processor=None, data_args=arguments
-    )
+    processor = _llamafactory(made, PairwiseDatasetProcessor)
     found = []
     for row in made.rows:
         turns, system = _turns(row)
@@ -509,8 +500,7 @@ def prepared_case(case: Case, *, folder: Path, sources: Path) -> tuple[Made, Dra
         Path(config).write_text(text, encoding="utf-8")
         settings = settings_of(case.program, config, sources)
     given = read(config)
-    leave = [*case.leave, *(["warmup_ratio"] if "warmup_ratio" in given.values else [])]
-    task = ConvertTaskConfig(name="convert", config=config, leave=leave, format=case.format, **settings)
+    task = ConvertTaskConfig(name="convert", config=config, leave=list(case.leave), format=case.format, **settings)
     draft = drafted(given, task)
     assert not draft.problems, draft.problems
     [name] = {key.split(".")[1] for key in draft.settings if key.startswith("data.")}

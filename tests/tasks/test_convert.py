@@ -18,12 +18,12 @@ from tpu_experiments.config.messages import choices
 from tpu_experiments.config.schema import register
 from tpu_experiments.config.task_schema import ConvertTaskConfig
 from tpu_experiments.tasks.convert import drafted, listing, refusals
-from tpu_experiments.tasks.convert.axolotl import ALPACA_ALONE, AXOLOTL
-from tpu_experiments.tasks.convert.llamafactory import LLAMAFACTORY
+from tpu_experiments.tasks.convert.axolotl import ALPACA_ALONE, AXOLOTL, OF_SOURCES, OF_TYPES
+from tpu_experiments.tasks.convert.llamafactory import LLAMAFACTORY, OF_DESCRIPTIONS
 from tpu_experiments.tasks.convert.overlay import checked, text_of
 from tpu_experiments.tasks.convert.reading import arguments, read
 from tpu_experiments.tasks.convert.table import Draft
-from tpu_experiments.tasks.convert.training_settings import SCHEDULE_KEYS, globs_of
+from tpu_experiments.tasks.convert.training_settings import OPTIMIZERS, SCHEDULES, globs_of
 from tpu_experiments.tasks.convert.trl import DEFAULTS_OF_TRL, RATES, TRL
 
 REPOSITORY = Path(__file__).parents[2]
@@ -188,8 +188,7 @@ def test_axolotl_conversations_of_all_weights(tmp_path):
     )  # fmt: skip
     assert config.model.chat_format == "qwen3"
     assert config.prepare.packing == "pad"
-    if "warmup_ratio" not in SCHEDULE_KEYS:
-        assert config.schedule.warmup_steps == 10
+    assert (config.schedule.warmup_ratio, config.schedule.warmup_steps) == (0.1, None)
     assert (config.seed, config.checkpoint.every_steps) == (7, 50)
     assert "num_epochs" not in said.partition("own values")[2]
 
@@ -210,6 +209,16 @@ def test_llamafactory(tmp_path):
     assert second.fields == {"instruction": "ask", "input": ""}
     assert config.model.chat_format == "llama3"
     assert (config.seed, config.optim.weight_decay, config.schedule.floor) == (42, 0.0, 0.0)
+
+
+def test_llamafactory_takes_the_smaller_number_of_rows(tmp_path):
+    for rows, most in ((10, 10), (5000, 1000)):
+        (tmp_path / "info.json").write_text(
+            json.dumps({"identity": {"file_name": "identity.json", "num_samples": rows}})
+        )
+        text = FACTORY.replace("identity,alpaca_en_demo", "identity")
+        draft, _ = drafted_of(None, tmp_path, text=text, dataset_info=str(tmp_path / "info.json"))
+        assert draft.settings["data.identity.max_documents"] == most
 
 
 def test_llamafactory_pairs(tmp_path):
@@ -256,6 +265,64 @@ def test_trl_grpo_counts_prompts_and_updates():
     assert draft.settings["objective.loss"] == "dapo"
     more, _ = drafted_of(COMMANDS["grpo"] + " --num_iterations 2 --top_p 0.9 --num_generations 7")
     assert set(more.problems) == {"num_iterations", "top_p", "num_generations"}
+    plain, _ = drafted_of(f"{COMMANDS['grpo']} --top_p 1.0 --repetition_penalty 1.0 --entropy_coef 0.0")
+    assert plain.problems == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value"),
+    [
+        ("", "scale", "group"),
+        ("--scale_rewards false", "scale", "none"),
+        ("--scale_rewards none", "scale", "none"),
+        ("--scale_rewards True", "scale", "group"),
+        ("--beta 0.5", "beta", 0.5),
+        ("", "beta", 0.0),
+    ],
+)
+def test_trl_grpo_values_that_are_off(more, key, value):
+    assert drafted_of(f"{COMMANDS['grpo']} {more}")[0].settings[f"objective.{key}"] == value
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "key", "said"),
+    [
+        ("dpo", "--beta 0", "beta", "no number above 0"),
+        ("kto", "--beta 0", "beta", "no number above 0"),
+        ("dpo", "--loss_weights 1.0", "loss_weights", "1 numbers for 2"),
+        ("grpo", "--reward_funcs m.a m.b --reward_weights 2", "reward_weights", "1 numbers for 2"),
+        ("grpo", "--reward_weights high", "reward_weights", "0 numbers for 1"),
+        ("grpo", "--reward_funcs x.good y.good", "reward_funcs", "two are called good"),
+        ("grpo", "--reward_funcs org/reward-0.5b", "reward_funcs", "no function of a module"),
+        ("grpo", "--num_generations 0", "num_generations", "no whole number from 1"),
+        ("reward", "--test_split_size 200", "test_split_size", "a share below 1"),
+        ("reward", "--max_length 512.5", "max_length", "no whole number from 8"),
+    ],
+)
+def test_trl_refuses_numbers(command, more, key, said):
+    [(found, why)] = drafted_of(f"{COMMANDS[command]} {more}")[0].problems.items()
+    assert found == key
+    assert said in why
+
+
+def test_trl_holds_a_share_out():
+    draft, _ = drafted_of(f"{COMMANDS['reward']} --test_split_size 0.1")
+    assert draft.settings["data.d.eval_fraction"] == 0.1
+
+
+def test_trl_sources_in_a_file(tmp_path):
+    text = "model_name_or_path: Qwen/Qwen2.5-0.5B\ndatasets:\n  - {path: org/name, data_files: train.jsonl, name: en}\n"
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    draft, _ = drafted_of(f"trl sft --config {file}", format="messages")
+    assert draft.settings["data.train.path"] == "hf://datasets/org/name/train.jsonl"
+    assert draft.problems == {}
+    file.write_text(f"{text}  - {{path: b, fraction: 0.5}}\nmax_length: null\n")
+    draft, _ = drafted_of(f"trl sft --config {file}", format="messages")
+    assert set(draft.problems) == {"datasets.fraction", "max_length"}
+    assert "in the place of 1024" in draft.problems["max_length"]
+    left, _ = drafted_of(f"trl sft --config {file}", format="messages", leave=["max_length", "datasets.fraction"])
+    assert left.problems == {}
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------
@@ -275,6 +342,11 @@ def test_trl_grpo_counts_prompts_and_updates():
         ("model_config: {rope_scaling: 2}", "model_config", "rope_scaling"),
         ("learning_rate: fast", "learning_rate", "no number above 0"),
         ("resume_from_checkpoint: a", "resume_from_checkpoint", "start.run"),
+        ("optimizer: muon", "optimizer", "no such optimizer"),
+        ("optimizer: schedule_free_adamw", "optimizer", "no such optimizer"),
+        ("trl: {beta: 0.5}", "trl", "trl grpo"),
+        ("peft: {loftq_config: true}", "peft", "no mapping"),
+        ("lora_rank_pattern: [4]", "lora_rank_pattern", "no mapping"),
     ],
 )
 def test_axolotl_refuses_by_name(tmp_path, line, key, said):
@@ -302,6 +374,16 @@ def test_axolotl_refuses_by_name(tmp_path, line, key, said):
         ("{path: a, type: chat_template, roles: {assistant: [narrator]}}", "datasets.roles"),
         ("{path: a, type: input_output}", "datasets.type"),
         ("{path: a, type: alpaca, fild: x}", "datasets.fild"),
+        ("{path: a, type: chat_template, message_field_role: speaker}", "datasets.message_field_role"),
+        ("{path: a, type: chat_template, roles: [user]}", "datasets.roles"),
+        ("{path: a, type: chat_template, roles: {assistant: null}}", "datasets.roles"),
+        ("{path: a, type: chat_template, message_property_mappings: role}", "datasets.message_property_mappings"),
+        ("{path: a, type: chat_template, field_thinking: mine}", "datasets.field_thinking"),
+        ("{path: a, type: chat_template, field_tools: [b]}", "datasets.field_tools"),
+        ("{path: a, type: chat_template, chat_template_jinja: '{{ x }}'}", "datasets.chat_template_jinja"),
+        ("{path: a, type: {field_instruction: q, field_system: s}}", "datasets.type.field_system"),
+        ("{path: a, type: {field_instruction: q, format: 3}}", "datasets.type.format"),
+        ("{path: a, type: alpaca, data_files: [b, c]}", "datasets.data_files"),
     ],
 )
 def test_axolotl_refuses_keys_of_a_source(tmp_path, entry, key):
@@ -311,6 +393,60 @@ def test_axolotl_refuses_keys_of_a_source(tmp_path, entry, key):
     left, said = drafted_of(None, tmp_path, text=text, leave=[key])
     assert key not in left.problems or key == "datasets.type"
     assert f"left out (task.leave), so that axolotl's own values apply: {key}" in said
+
+
+def test_axolotl_reads_fields_and_templates_of_sources(tmp_path):
+    def drafted_with(entry, **settings):
+        text = re.sub(r"datasets:\n(  .*\n)+", f"datasets:\n  - {entry}\nchat_template: chatml\n", QLORA)
+        draft, _ = drafted_of(None, tmp_path, text=text, **settings)
+        assert draft.problems == {}
+        return draft.settings
+
+    found = drafted_with("{path: r.jsonl, type: chat_template, field_tools: functions}")
+    assert found["data.r.fields"] == {"tools": "functions"}
+    found = drafted_with("{path: r.jsonl}", format="messages")
+    assert (found["data.r.format"], found["model.chat_format"]) == ("messages", "chatml")
+    assert "model.chat_format" not in drafted_with("{path: r.jsonl}", format="text")
+    held_out = "{path: r.jsonl, type: alpaca}\ntest_datasets:\n  - {path: json, data_files: e.jsonl, split: train}"
+    assert drafted_with(held_out)["data.r.eval_path"] == "e.jsonl"
+
+
+def test_what_is_advised_can_be_left_out(tmp_path):
+    entries = "datasets:\n  - {type: alpaca}\n  - {path: r.jsonl, type: alpaca, shards: 3}\n"
+    text = re.sub(r"datasets:\n(  .*\n)+", entries, QLORA)
+    draft, _ = drafted_of(None, tmp_path, text=text)
+    assert "'task.leave=[datasets,datasets.shards]'" in list(refusals(draft, source="a"))[-1]
+    left, _ = drafted_of(None, tmp_path, text=text, leave=["datasets", "datasets.shards"])
+    assert left.problems == {"datasets": "there are none"}
+    assert list(refusals(left, source="a"))[-1].endswith("(1 of its keys); change them there.")
+
+
+def test_axolotl_adapters_of_experts_and_rows(tmp_path):
+    more = "lora_target_parameters: [mlp.experts.down_proj]\npeft_trainable_token_indices: [5, 7]\n"
+    text = QLORA.replace("lora_target_linear: true", "").replace("lora_dropout: 0.05", "") + more
+    lora = experiment(drafted_of(None, tmp_path, text=text)[0]).lora
+    assert (lora.targets, lora.target_parameters) == ([], ["mlp.experts.down_proj"])
+    assert lora.trainable_token_indices == {"embed_tokens": [5, 7]}
+    both, _ = drafted_of(None, tmp_path, text=f"{QLORA}lora_target_modules: [q_proj, embed_tokens]\n")
+    assert experiment(both).lora.targets == ["all-linear", "embed_tokens"]
+    draft, _ = drafted_of(None, tmp_path, text=QLORA.replace("lora_target_linear: true", "loraplus_lr_embedding: 1e-6"))
+    assert set(draft.problems) == {"adapter", "loraplus_lr_embedding"}
+
+
+def test_axolotl_takes_numbers_of_its_command(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(CHAT)
+    draft, _ = drafted_of(f"axolotl train {file} --val-set-size 0.2")
+    assert draft.settings["data.rows.eval_fraction"] == 0.2
+
+
+def test_warmup_is_steps_or_a_share(tmp_path):
+    for given, steps, ratio in (("warmup_steps: 0", 0, None), ("warmup_steps: 0.25", None, 0.25)):
+        settings = drafted_of(None, tmp_path, text=QLORA.replace("warmup_steps: 10", given))[0].settings
+        assert (settings.get("schedule.warmup_steps"), settings.get("schedule.warmup_ratio")) == (steps, ratio)
+    for given in ("warmup_ratio: 1.5", "warmup_steps: 2.5", "warmup_steps: 0\nwarmup_ratio: 0.1"):
+        draft, _ = drafted_of(None, tmp_path, text=QLORA.replace("warmup_steps: 10", given))
+        assert set(draft.problems) == {given.rpartition("\n")[2].partition(":")[0]}
 
 
 def test_what_is_left_out_has_the_other_programs_default(tmp_path):
@@ -338,6 +474,45 @@ def test_llamafactory_refuses(tmp_path):
     assert "task.dataset_info=FILE" in without.problems["dataset"]
 
 
+@pytest.mark.parametrize(
+    ("stage", "columns", "fields"),
+    [
+        (
+            "dpo",
+            {"messages": "talk", "chosen": "good", "rejected": "bad"},
+            {"prompt": "talk", "chosen": "good", "rejected": "bad"},
+        ),
+        ("kto", {"prompt": "q", "response": "a", "kto_tag": "ok"}, {"prompt": "q", "completion": "a", "label": "ok"}),
+        ("kto", {"messages": "messages", "kto_tag": "label"}, {"prompt": "messages"}),
+    ],
+)
+def test_llamafactory_columns_of_pairs(tmp_path, stage, columns, fields):
+    form = "sharegpt" if "messages" in columns else "alpaca"
+    info = {"x": {"file_name": "x.json", "formatting": form, "columns": columns}}
+    (tmp_path / "info.json").write_text(json.dumps(info))
+    text = FACTORY.replace("stage: sft", f"stage: {stage}").replace("identity,alpaca_en_demo", "x")
+    draft, _ = drafted_of(None, tmp_path, text=text, dataset_info=str(tmp_path / "info.json"))
+    assert draft.problems == {}
+    assert draft.settings["data.x.fields"] == fields
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"num_samples": "10"}, "num_samples: '10' is no whole number from 1"),
+        ({"file_name": ["a"]}, "file_name: it is no text"),
+        ({"columns": {"prompt": ["a"]}}, "columns: prompt: it is no name"),
+        ({"rankng": True}, "did you mean ranking?"),
+    ],
+)
+def test_llamafactory_refuses_descriptions(tmp_path, more, said):
+    (tmp_path / "info.json").write_text(json.dumps({"x": {"file_name": "x.json", **more}}))
+    text = FACTORY.replace("identity,alpaca_en_demo", "x")
+    draft, _ = drafted_of(None, tmp_path, text=text, dataset_info=str(tmp_path / "info.json"))
+    assert set(draft.problems) == {"dataset"}
+    assert said in draft.problems["dataset"]
+
+
 def test_trl_refuses():
     draft, _ = drafted_of(COMMANDS["sft"])
     assert "task.format=text or messages" in draft.problems["dataset_name"]
@@ -347,10 +522,7 @@ def test_trl_refuses():
 
 def test_a_share_of_warmup_needs_its_key_or_the_steps(tmp_path):
     draft, _ = drafted_of(None, tmp_path, text=QLORA.replace("warmup_steps: 10", "warmup_ratio: 0.1"))
-    if "warmup_ratio" in SCHEDULE_KEYS:
-        assert draft.settings["schedule.warmup_ratio"] == 0.1
-    else:
-        assert set(draft.problems) == {"warmup_ratio"}
+    assert draft.settings["schedule.warmup_ratio"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -375,6 +547,39 @@ def test_files_that_are_no_config(tmp_path, text, said):
         read(str(file))
 
 
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("trl sft --lora_r 8 --use_peft 2>&1 | tee log.txt", {"lora_r": 8, "use_peft": True}),
+        ("cd a && A=1 trl sft --packing && echo done", {"packing": True}),
+        ("trl sft --packing > 'a file' --lora_r 4; trl dpo --beta 1  # it's all", {"packing": True, "lora_r": 4}),
+        ("trl sft --eos_token '<|im_end|>' --run_name \"a;b\"", {"eos_token": "<|im_end|>", "run_name": "a;b"}),
+        ("trl sft --no_cuda --no_tf32 --model_revision 007", {"no_cuda": True, "tf32": False, "model_revision": "007"}),
+    ],
+)
+def test_commands_end_where_a_shell_ends_them(line, values):
+    assert read(line).values == values
+
+
+def test_variables_of_a_shell_are_not_known():
+    for word in ("$MODEL", "a/${NAME}", "$(cat a)", "`cat a`"):
+        with pytest.raises(ConfigError, match="a shell's variable, whose value is not known here; write the value"):
+            read(f"trl sft --model_name_or_path {word} --packing")
+    assert read("CUDA_VISIBLE_DEVICES=$X trl sft --lora_target_modules '.*proj$' --r 1").values["r"] == 1
+    with pytest.raises(ConfigError, match="a < without a file"):
+        read("trl sft --eos_token <|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"),
+    [("1", True), ("yes", True), ("T", True), ("0", False), ("n", False), ("2", None), ("a b", None)],
+)
+def test_truth_values_of_a_command(value, is_on):
+    draft, _ = drafted_of(f"trl dpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name a/b --use_peft {value}")
+    assert draft.groups["lora"] == ("all_linear_r16" if is_on else "none")
+    assert draft.problems == ({} if is_on is not None else {"use_peft": "it is neither true nor false"})
+
+
 @pytest.mark.parametrize("words", ["missing.yaml", "hello there", "trl env --x 1", "axolotl train none.yaml"])
 def test_commands_that_are_none(words):
     with pytest.raises(ConfigError, match=r"task\.config"):
@@ -387,6 +592,13 @@ def test_a_script_with_a_command(tmp_path):
     given = read(str(tmp_path / "run.sh"))
     assert (given.tool.name, given.trainer, given.name) == ("TRL", "sft", "run")
     assert given.values == {"model_name_or_path": "a/b", "dataset_name": "c", "learning_rate": 0.1, "lora_r": 4}
+
+
+def test_the_folder_of_a_config_that_a_script_names(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "sft.yaml").write_text("model_name_or_path: a/b\ndataset_name: c\n")
+    (tmp_path / "run.sh").write_text("trl sft --config a/sft.yaml\n")
+    assert read(str(tmp_path / "run.sh")).folder == str(tmp_path / "a")
 
 
 def test_arguments_of_every_form():
@@ -410,6 +622,51 @@ ODD = (
     [{"path": "p", "type": {"format": 3}}],
 )
 """Values of every type, where most keys take one."""
+
+
+INNER = {
+    "datasets": ("path", *OF_SOURCES),
+    "test_datasets": ("path", *OF_SOURCES),
+    "peft": ("loftq_config",),
+    "bnb_config_kwargs": ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+    "lr_scheduler_kwargs": ("min_lr", "min_lr_rate", "num_cycles"),
+}
+"""Keys inside of others."""
+TYPES = ("chat_template", "chatml.intel", "chat_template.default", "alpaca", "completion", "bradley_terry.x", "input")
+
+
+@pytest.mark.parametrize("tool", [AXOLOTL, LLAMAFACTORY, TRL], ids=lambda tool: tool.name)
+def test_inner_values_of_any_type_are_refused_or_taken(tool):
+    drawn = random.Random(1)
+    odd = (*ODD, None, float("nan"), ["x"], {"x": None}, {"role": ["x"]}, "train", "a.jsonl")
+    for _ in range(1000):
+        entries = {
+            key: {name: drawn.choice(odd) for name in drawn.sample(names, min(4, len(names)))}
+            for key, names in INNER.items()
+        }
+        kinds = (*TYPES, {name: drawn.choice(odd) for name in drawn.sample(list(OF_TYPES), 3)})
+        for key in ("datasets", "test_datasets"):
+            entries[key] = [{"path": "p", "type": drawn.choice(kinds), **entries[key]}]
+        keys = {
+            "base_model": "a/b",
+            "model_name_or_path": "a/b",
+            "rl": drawn.choice((None, "dpo", "kto")),
+            "adapter": "qlora",
+        }
+        keys |= {
+            "stage": drawn.choice(("sft", "dpo", "kto", "pt")),
+            "dataset": "x",
+            "learning_rate": 1e-3,
+            "num_train_epochs": 1,
+        }
+        given = {key: value for key, value in {**keys, **entries}.items() if key in tool.keys and value is not None}
+        columns = {name: drawn.choice(odd) for name in drawn.sample(("prompt", "response", "messages", "images"), 2)}
+        about = {name: drawn.choice(odd) for name in drawn.sample(list(OF_DESCRIPTIONS), 2)}
+        info = {"x": {"file_name": "f", "columns": columns, **about}}
+        draft = Draft(tool, given, trainer="sft", row_format=drawn.choice((None, "messages")), dataset_info=info)
+        tool.convert(draft)
+        for line in refusals(draft, source="a"):
+            assert "\n" not in line
 
 
 @pytest.mark.parametrize("tool", [AXOLOTL, LLAMAFACTORY, TRL], ids=lambda tool: tool.name)
@@ -458,7 +715,19 @@ def test_the_command_writes_an_experiment_that_composes(tmp_path):
         edited.write("# mine\n")
     again = run(tmp_path, f"task.config={file}")
     assert again.returncode == 2
-    assert "is there already and differs" in again.stderr
+    assert "my-config.yaml is there already and differs" in again.stderr
+
+
+def test_a_template_of_another_is_not_written_over(tmp_path):
+    file, template = tmp_path / "mine.yaml", tmp_path / "out" / "chat_templates" / "mine.jinja"
+    file.write_text(CHAT.replace("chat_template: qwen3", "chat_template_jinja: '{{ messages }}'"))
+    template.parent.mkdir(parents=True)
+    template.write_text("{{ another }}")
+    done = run(tmp_path, f"task.config={file}")
+    assert done.returncode == 2
+    assert "mine.jinja is there already and differs" in done.stderr
+    assert template.read_text() == "{{ another }}"
+    assert not (tmp_path / "out" / "experiment").exists()
 
 
 def test_the_command_refuses_and_writes_nothing(tmp_path):
@@ -576,6 +845,8 @@ def test_every_tool_has_the_hundred_keys():
 
 
 def test_choices_that_are_named_exist():
+    assert set(OPTIMIZERS.values()) <= set(choices("optim"))
+    assert set(SCHEDULES.values()) <= set(choices("schedule"))
     draft, _ = drafted_of(COMMANDS["kto"])
     assert all(choice in (*choices(group), "base") for group, choice in draft.groups.items() if isinstance(choice, str))
 

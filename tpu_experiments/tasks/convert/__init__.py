@@ -16,7 +16,7 @@ from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import ConvertTaskConfig
 from tpu_experiments.tasks.convert.overlay import checked, text_of
-from tpu_experiments.tasks.convert.reading import Given, descriptions, read, without
+from tpu_experiments.tasks.convert.reading import Given, descriptions, has, read, without
 from tpu_experiments.tasks.convert.table import Draft, is_neutral
 
 KEPT = ("hw", "sharding", "output_dir")
@@ -41,16 +41,17 @@ def run(config: Config) -> None:
         print(for_terminal(redacted_text(line)))
     if draft.problems:
         raise ConfigError("\n".join(refusals(draft, source=settings.config)))
-    template_files(draft, folder=Path(settings.folder), name=name)
+    files = template_files(draft, folder=Path(settings.folder), name=name)
     text = text_of(draft, name=name, source=settings.config)
     typed = [word for word in HydraConfig.get().overrides.task if word.lstrip("+").startswith(KEPT)]
     checked(text, name=name, overrides=typed)
-    file = Path(settings.folder, "experiment", f"{name}.yaml")
-    if file.exists() and file.read_text(encoding="utf-8") != text:
-        raise ConfigError(
-            f"task.folder={settings.folder}; {file} is there already and differs; remove it, or give name=."
-        )
-    for path, content in ((file, text), *((Path(place), content) for place, content in draft.templates.items())):
+    files = {Path(settings.folder, "experiment", f"{name}.yaml"): text, **files}
+    for path, content in files.items():
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
+            raise ConfigError(
+                f"task.folder={settings.folder}; {path} is there already and differs; remove it, or give name=."
+            )
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
         print(f"written: {path}")
@@ -63,6 +64,7 @@ def drafted(given: Given, settings: ConvertTaskConfig) -> Draft:
     draft = Draft(
         given.tool,
         {key: value for key, value in values.items() if value is not None},
+        nulls=frozenset(key for key, value in values.items() if value is None),
         trainer=given.trainer,
         devices=settings.devices,
         row_format=settings.format,
@@ -90,12 +92,13 @@ def name_of(config: Config, given: Given) -> str:
     return name
 
 
-def template_files(draft: Draft, *, folder: Path, name: str) -> None:
-    """Name the files of chat templates that are written beside the experiment."""
-    files = {str(folder / "chat_templates" / f"{name}.jinja"): text for text in draft.templates.values()}
-    draft.templates = files
-    for file in files:
-        draft.settings["model.chat_template_path"] = file
+def template_files(draft: Draft, *, folder: Path, name: str) -> dict[Path, str]:
+    """Name the file of a chat template that is written beside the experiment, and return it with its text."""
+    if draft.template is None:
+        return {}
+    file = folder / "chat_templates" / f"{name}.jinja"
+    draft.settings["model.chat_template_path"] = str(file)
+    return {file: draft.template}
 
 
 def listing(draft: Draft, given: Given, settings: ConvertTaskConfig) -> Iterator[str]:
@@ -129,7 +132,7 @@ def listing(draft: Draft, given: Given, settings: ConvertTaskConfig) -> Iterator
         yield f"{tool.name}'s own values of keys that are not given:"
         for key, became in defaults.items():
             here = ", ".join(f"{ours}={shown(each)}" for ours, each in became.items())
-            yield f"  {key}: {shown(draft.given.get(key, tool.defaults.get(key)))} -> {here}"
+            yield f"  {key}: {shown(draft.given.get(key, draft.default(key)))} -> {here}"
     if draft.notes:
         yield "differs:"
         yield from (f"  {key}: {text}" for key, text in draft.notes)
@@ -140,13 +143,13 @@ def listing(draft: Draft, given: Given, settings: ConvertTaskConfig) -> Iterator
 def refusals(draft: Draft, *, source: str) -> Iterator[str]:
     """Yield why the config is refused, and what to do."""
     for key, why in draft.problems.items():
-        value = draft.given.get(key, "(not given)" if "." not in key else "")
+        value = None if key in draft.nulls else draft.given.get(key, "(not given)" if "." not in key else "")
         yield f"task.config={source:.120}; {key}{f': {shown(value)}' if value != '' else ''}; {why}."
-    keys = [key for key in draft.problems if key.partition(".")[0] in draft.given]
+    keys = [key for key in draft.problems if key in draft.nulls or has(draft.given, key)]
+    leave = f", or leave them out: 'task.leave=[{','.join(keys)}]'" if keys else ""
     yield (
         f"task.config={source:.120}; nothing is written, since the run would train something else than the config "
-        f"says ({len(draft.problems)} of its keys); change them there, or leave them out: "
-        f"'task.leave=[{','.join(keys)}]'."
+        f"says ({len(draft.problems)} of its keys); change them there{leave}."
     )
 
 

@@ -5,26 +5,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpu_experiments.data.reading.names import ROLES
+from tpu_experiments.data.reading.names import ROLES, is_reasoning
 from tpu_experiments.tasks.convert.sources import (
     FORMAT_KINDS,
     SLICE,
     add_source,
     hold_out,
     names_of_sources,
-    of_hub_file,
-    resolved,
+    path_of,
+    text_in,
 )
-from tpu_experiments.tasks.convert.table import Draft, Key, Tool, equal, idle, is_neutral, missing
+from tpu_experiments.tasks.convert.table import Draft, Key, Tool, as_truth, equal, idle, missing, without_equal
 from tpu_experiments.tasks.convert.training_settings import (
     BATCH,
     DEFAULTS,
     KEYS,
     MAIN,
-    RATIO,
+    OF_ADDED,
+    OF_DEVICES,
+    OF_EMBEDDINGS,
+    OF_LOGGERS,
+    OF_OTHER_METHODS,
+    OF_TOKENIZER,
+    PICTURES,
     globs_of,
-    is_on,
-    of_schedule,
     set_batch,
     set_dtype,
     set_intervals,
@@ -33,16 +37,13 @@ from tpu_experiments.tasks.convert.training_settings import (
     set_model,
     set_number,
     set_optimizer,
+    set_row_length,
     set_schedule,
     set_whole,
     targets_of,
 )
 
-PICTURES = "pictures and sound are not trained on"
 OF_KERNELS = "kernels change speed alone; the loss is computed in chunks, attention by `model.attention`"
-OF_DEVICES = "devices are axes of `sharding.mesh`"
-OF_TOKENIZER = "a tokenizer is read as it is saved; save it with these tokens and name it by `model.tokenizer_path`"
-OF_OTHER_METHODS = "there is no such method here"
 MIXED_IN = (
     *("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin"),
     *("expert_parallel.ExpertParallelPlugin", "swanlab.SwanLabPlugin", "spectrum.SpectrumPlugin"),
@@ -94,11 +95,11 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
     "default_system_message": missing("a system text is that of the rows"),
     "eot_tokens": equal("", "an answer is always learnt with the mark that ends it"),
     "special_tokens": equal("", f"a pad token is never read or learnt; others: {OF_TOKENIZER}"),
-    "tokens": missing(OF_TOKENIZER),
+    "tokens": missing(OF_ADDED),
     "added_tokens_overrides": missing(OF_TOKENIZER),
     "resize_token_embeddings_to_32x": idle("rows behind the vocabulary are never read"),
     "shrink_embeddings": idle("rows behind the vocabulary are never read"),
-    "mean_resizing_embeddings": missing(OF_TOKENIZER),
+    "mean_resizing_embeddings": missing("rows of `model.vocab_size` start as the mean of the checkpoint's"),
     "embeddings_skip_upcast": idle("frozen weights are in `model.dtype`"),
     "datasets": equal("data, model.chat_format", "see the types below"),
     "test_datasets": equal("data.NAME.eval_path, data.NAME.eval_split", "one, beside one of `datasets`"),
@@ -153,14 +154,14 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
     "embedding_lr_scale": missing("all adapters, or all weights, have one rate"),
     "lr_groups": missing("all adapters, or all weights, have one rate"),
     "loraplus_lr_ratio": equal("optim.b_lr_ratio"),
-    "loraplus_lr_embedding": idle("an embedding has no adapter"),
+    "loraplus_lr_embedding": missing(OF_EMBEDDINGS),
     "adapter": equal("lora, model.base", "lora, and qlora with a base of 4 bits"),
     "lora_r": equal("lora.r"),
     "lora_alpha": equal("lora.alpha"),
     "lora_dropout": equal("lora.dropout"),
     "lora_target_linear": equal("lora.targets", "all-linear"),
     "lora_target_modules": equal("lora.targets", "names, or a regular expression that shell patterns can say"),
-    "lora_target_parameters": missing("experts of one tensor have no adapter by name; `lora.targets` names Linears"),
+    "lora_target_parameters": equal("lora.target_parameters, lora.targets", "alone or beside modules"),
     "lora_modules_to_save": equal("lora.modules_to_save"),
     "lora_rank_pattern": equal("lora.rank_pattern"),
     "lora_alpha_pattern": equal("lora.alpha_pattern"),
@@ -173,8 +174,7 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
     "peft_init_lora_weights": equal("lora.init", "true, gaussian, pissa"),
     "peft_ensure_weight_tying": equal("lora.ensure_weight_tying"),
     "peft_autocast_adapter_dtype": idle("adapters are float32"),
-    # A branch adds trainable tokens; their key goes here.
-    "peft_trainable_token_indices": missing("rows of an embedding are not trained alone; `lora_modules_to_save`"),
+    "peft_trainable_token_indices": equal("lora.trainable_token_indices", "a list is of `embed_tokens`"),
     "peft_layers_to_transform": missing("name the layers: `lora.targets=['*layers.[0-7].*_proj']`"),
     "peft_layers_pattern": missing("name the layers: `lora.targets=['*layers.[0-7].*_proj']`"),
     "peft_layer_replication": missing(OF_OTHER_METHODS),
@@ -197,7 +197,7 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
     "torch_dtype": idle("`bf16` and `fp16` say the arithmetic's"),
     "fp8": missing("arithmetic is in 16 or 32 bits"),
     "fp8_enable_fsdp_float8_all_gather": idle("it belongs to `fp8`"),
-    "rl": equal("objective", "dpo, ipo, kto, orpo, simpo; grpo with the block `trl`"),
+    "rl": equal("objective", "dpo, ipo, kto, orpo, simpo"),
     "rl_beta": equal("objective.beta"),
     "dpo_label_smoothing": equal("objective.label_smoothing"),
     "dpo_loss_type": equal("objective.loss", "one of those that are here"),
@@ -212,7 +212,7 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
     "kto_desirable_weight": equal("objective.desirable_weight"),
     "kto_undesirable_weight": equal("objective.undesirable_weight"),
     "max_prompt_len": idle("a prompt is cut where an answer would not fit"),
-    "trl": equal("objective, rollout", "of GRPO: see TRL's keys"),
+    "trl": missing("GRPO is converted from TRL's own command (trl grpo); the beta of pairs is `rl_beta`"),
     "vllm": idle("`rollout=vllm rollout.url=` asks a server"),
     "reward_model": equal("objective", "reward"),
     "process_reward_model": missing("rewards of single steps are not learnt"),
@@ -270,7 +270,6 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
         idle("the project is in the run's own id and `logger.wandb.options`"),
     ),
     "use_tensorboard": idle("TensorBoard's files are always written"),
-    # A branch adds MLflow and trackio; `set_loggers` takes them by name once conf/logger has them.
     **dict.fromkeys(
         (
             *("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet", "comet_project_name"),
@@ -279,7 +278,7 @@ KEYS_OF_AXOLOTL: dict[str, Key] = {
             *("swanlab_log_completions", "swanlab_completion_log_interval", "swanlab_completion_max_buffer"),
             *("swanlab_log_model", "use_otel_metrics", "otel_metrics_host", "otel_metrics_port"),
         ),
-        idle("`logger=` has console, jsonl, TensorBoard and W&B"),
+        idle(OF_LOGGERS),
     ),
     "auto_resume_from_checkpoints": idle("a run resumes by itself"),
     "base_model_ignore_patterns": idle("safetensors alone are read"),
@@ -347,7 +346,7 @@ OF_SOURCES: dict[str, Key] = {
     "message_field_training": equal("", "`train`, `weight` and other marks of a turn are read"),
     "message_field_training_detail": missing("a turn is learnt whole or not at all"),
     "field_tools": equal("data.NAME.fields.tools"),
-    "field_thinking": equal("", "`thinking`, `reasoning_content` and other names are read"),
+    "field_thinking": equal("", "`thinking`, `reasoning_content` and other usual names are read"),
     "template_thinking_key": idle("reasoning goes to the template under the name that it reads"),
     "field_chosen": equal("data.NAME.fields.chosen"),
     "field_rejected": equal("data.NAME.fields.rejected"),
@@ -358,7 +357,7 @@ OF_SOURCES: dict[str, Key] = {
     "train_on_eos": equal("", "turn: an answer is learnt with the mark that ends it"),
     "train_on_eot": equal("", "turn: an answer is learnt with the mark that ends it"),
     "chat_template": equal("model.chat_format"),
-    "chat_template_jinja": equal("model.chat_template_path"),
+    "chat_template_jinja": missing("all sources have one template; write it as `chat_template_jinja` of the config"),
     "conversation": equal("model.chat_format", "of `sharegpt`"),
     "drop_system_message": missing("system texts are read; remove them from the file"),
     "split_thinking": missing("reasoning inside of an answer stays there"),
@@ -380,7 +379,7 @@ OF_TYPES: dict[str, Key] = {
     "field_instruction": equal("data.NAME.fields.instruction"),
     "field_input": equal("data.NAME.fields.input"),
     "field_output": equal("data.NAME.fields.output"),
-    "field_system": equal("data.NAME.fields.system", "without a system text in the prompt"),
+    "field_system": missing("a prompt that is written whole has no system text of its row"),
     "format": equal("data.NAME.asked_as"),
     "no_input_format": equal("data.NAME.asked_alone_as"),
     "system_prompt": equal("data.NAME.asked_as, data.NAME.asked_alone_as"),
@@ -412,7 +411,7 @@ def convert(draft: Draft) -> None:
             draft.set(f"model.{here}", str(value), of=there)
     if (tokenizer := draft.value("tokenizer_config")) is not None:
         draft.set("model.tokenizer_path", str(tokenizer), of="tokenizer_config")
-    if is_on(draft.value("reinit_weights")):
+    if draft.flag("reinit_weights"):
         draft.set("model.init", "random", of="reinit_weights")
     _tokenizer(draft)
     _adapter(draft)
@@ -441,7 +440,7 @@ def _tokenizer(draft: Draft) -> None:
 def set_dtype_of_axolotl(draft: Draft) -> None:
     """Set the data type, which has older names too."""
     for key, dtype in (("bfloat16", "bfloat16"), ("float16", "float16")):
-        if is_on(draft.value(key)):
+        if draft.flag(key):
             draft.set("model.dtype", dtype, of=key)
             return
     set_dtype(draft, default="float32")
@@ -463,25 +462,22 @@ def _adapter(draft: Draft) -> None:
     set_number(draft, "lora_dropout", "lora.dropout")
     if draft.value("lora_r") is None:
         draft.refuse("adapter", "it has no lora_r")
-    targets: list[str] = []
-    if (modules := draft.value("lora_target_modules")) is not None:
-        targets += targets_of(draft, modules, key="lora_target_modules")
-        draft.set("lora.targets", targets, of="lora_target_modules")
-    if is_on(draft.value("lora_target_linear")):
-        targets = ["all-linear"]
-        draft.set("lora.targets", targets, of="lora_target_linear")
-    if not targets:
-        draft.refuse("adapter", "it has neither lora_target_modules nor lora_target_linear")
+    _targets(draft)
     for there, here in (("lora_rank_pattern", "rank_pattern"), ("lora_alpha_pattern", "alpha_pattern")):
-        if (value := draft.value(there)) is not None:
-            draft.set(f"lora.{here}", value, of=there)
-    if (saved := draft.value("lora_modules_to_save")) is not None:
+        if pattern := draft.mapping(there):
+            draft.set(f"lora.{here}", dict(pattern), of=there)
+    if saved := draft.listed("lora_modules_to_save"):
         draft.set("lora.modules_to_save", saved, of="lora_modules_to_save")
-    if is_on(draft.value("peft_use_dora")):
+    if rows := draft.value("peft_trainable_token_indices"):
+        named = {"embed_tokens": rows} if isinstance(rows, list) else rows
+        draft.set("lora.trainable_token_indices", named, of="peft_trainable_token_indices")
+        if not isinstance(named, dict):
+            draft.refuse("peft_trainable_token_indices", "it is neither a list of tokens nor a mapping of such lists")
+    if draft.flag("peft_use_dora"):
         draft.set("lora.dora", True, of="peft_use_dora")
-    if is_on(draft.value("peft_use_rslora")):
+    if draft.flag("peft_use_rslora"):
         draft.set("lora.scaling", "alpha_over_sqrt_r", of="peft_use_rslora")
-    if is_on(draft.value("peft_ensure_weight_tying")):
+    if draft.flag("peft_ensure_weight_tying"):
         draft.set("lora.ensure_weight_tying", True, of="peft_ensure_weight_tying")
     if (start := draft.value("lora_model_dir")) is not None:
         draft.set("start.run", str(start), of="lora_model_dir")
@@ -490,32 +486,62 @@ def _adapter(draft: Draft) -> None:
     _base(draft)
 
 
+OUTSIDE = ("embed_tokens", "lm_head")
+"""Modules that are none of a layer, and so not of `all-linear`."""
+
+
+def _targets(draft: Draft) -> None:
+    """Set what is adapted: modules, or experts' matrices."""
+    parameters = draft.listed("lora_target_parameters")
+    targets: list[str] = []
+    of: list[str] = []
+    if (modules := draft.value("lora_target_modules")) not in (None, []):
+        targets = targets_of(draft, modules, key="lora_target_modules")
+        of.append("lora_target_modules")
+    if draft.flag("lora_target_linear"):
+        targets = ["all-linear", *(each for each in targets if each in OUTSIDE)]
+        of = ["lora_target_linear", *(of if targets[1:] else [])]
+    if not targets and not parameters:
+        draft.refuse("adapter", "it has none of lora_target_modules, lora_target_linear and lora_target_parameters")
+    draft.set("lora.targets", targets, of=of or "lora_target_parameters")
+    if parameters:
+        draft.set("lora.target_parameters", parameters, of="lora_target_parameters")
+
+
 def _initial(draft: Draft) -> None:
     init = draft.value("peft_init_lora_weights")
-    if init is False or (isinstance(init, str) and init.lower() not in ("gaussian", "pissa", "true", "loftq")):
+    is_named = isinstance(init, str) and init.lower() in ("gaussian", "pissa", "loftq")
+    if init is not None and not is_named and as_truth(init) is not True:
         draft.refuse("peft_init_lora_weights", "starts here are those of true, pissa and loftq")
     elif isinstance(init, str) and init.lower() == "gaussian":
         draft.refuse("peft_init_lora_weights", "A here is Kaiming-uniform, as with true")
     elif isinstance(init, str) and init.lower() in ("pissa", "loftq"):
         draft.set("lora.init", init.lower(), of="peft_init_lora_weights")
     peft = draft.mapping("peft")
-    if isinstance(peft, Mapping) and peft.get("loftq_config"):
-        if peft["loftq_config"].get("loftq_bits", 4) != 4:
+    if others := set(peft) - {"loftq_config"}:
+        draft.refuse("peft", f"nothing is known of {', '.join(map(str, others))} here")
+    if loftq := peft.get("loftq_config"):
+        if not isinstance(loftq, Mapping):
+            draft.refuse("peft", "loftq_config is no mapping")
+        elif loftq.get("loftq_bits", 4) != 4:
             draft.refuse("peft", "LoftQ here is of 4 bits")
         draft.set("lora.init", "loftq", of="peft")
         draft.set("model.base", "nf4", of="peft")
 
 
 def _base(draft: Draft) -> None:
-    if is_on(draft.value("load_in_4bit")) or draft.value("adapter") == "qlora":
+    if draft.flag("load_in_4bit") or draft.value("adapter") == "qlora":
         key = "load_in_4bit" if draft.is_given("load_in_4bit") else "adapter"
         draft.set("model.base", "nf4", of=key)
         options = draft.mapping("bnb_config_kwargs")
         if options.get("bnb_4bit_quant_type", "nf4") != "nf4":
             draft.refuse("bnb_config_kwargs", "4 bits here are nf4")
         if "bnb_4bit_use_double_quant" in options:
-            draft.set("model.base_double_quant", is_on(options["bnb_4bit_use_double_quant"]), of="bnb_config_kwargs")
-    elif is_on(draft.value("load_in_8bit")):
+            is_double = as_truth(options["bnb_4bit_use_double_quant"])
+            draft.set("model.base_double_quant", is_double is True, of="bnb_config_kwargs")
+            if is_double is None:
+                draft.refuse("bnb_config_kwargs", "bnb_4bit_use_double_quant is neither true nor false")
+    elif draft.flag("load_in_8bit"):
         draft.set("model.base", "int8", of="load_in_8bit")
         draft.note("load_in_8bit", "int8 here has a scale by output feature and rounds no inputs")
 
@@ -537,7 +563,7 @@ OBJECTIVES = {"dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo":
 def _objective(draft: Draft) -> None:
     kind = draft.value("rl")
     of_model = str(draft.value("model_type") or "")
-    if is_on(draft.value("reward_model")):
+    if draft.flag("reward_model"):
         draft.choose("objective", "reward", of="reward_model")
         set_number(draft, "center_rewards_coefficient", "objective.center_rewards_coefficient")
         if draft.value("num_labels") not in (None, 1):
@@ -553,8 +579,7 @@ def _objective(draft: Draft) -> None:
         draft.choose("objective", "next_token", of=["rl"] if draft.is_given("rl") else [])
         return
     if str(kind) not in OBJECTIVES:
-        draft.refuse("rl", f"objectives here are {', '.join(OBJECTIVES)}; GRPO is converted from TRL's arguments")
-        draft.value("trl")
+        draft.refuse("rl", f"objectives here are {', '.join(OBJECTIVES)}; GRPO is converted from TRL's own command")
         return
     draft.choose("objective", OBJECTIVES[str(kind)], of="rl")
     beta = draft.number("rl_beta")
@@ -594,24 +619,23 @@ def _data(draft: Draft) -> None:
     pretraining = draft.listed("pretraining_dataset")
     if not sources and not pretraining:
         draft.refuse("datasets", "there are none")
-    for entry in sources:
-        _source(draft, entry, of="datasets")
+    templates = [_source(draft, entry, of="datasets") for entry in sources]
     for entry in pretraining:
         entry = {"path": entry} if isinstance(entry, str) else entry
         known = {"type": "pretrain", **entry} if isinstance(entry, Mapping) else entry
         _source(draft, known, of="pretraining_dataset")
-    _template(draft)
-    if is_on(draft.value("skip_prepare_dataset")):
+    _template(draft, dict(each for each in templates if each is not None))
+    if draft.flag("skip_prepare_dataset"):
         draft.refuse("skip_prepare_dataset", KEYS_OF_AXOLOTL["skip_prepare_dataset"].why)
-    if draft.value("shuffle_merged_datasets") is False:
+    if draft.is_given("shuffle_merged_datasets") and not draft.flag("shuffle_merged_datasets"):
         draft.refuse("shuffle_merged_datasets", "rows are always in a random order")
-    if is_on(draft.value("dataset_exact_deduplication")):
+    if draft.flag("dataset_exact_deduplication"):
         for name in names_of_sources(draft):
             draft.set(f"data.{name}.duplicates.exact", "drop", of="dataset_exact_deduplication")
-    hold_out(draft, draft.value("val_set_size"), key="val_set_size")
+    hold_out(draft, key="val_set_size")
     _held_out(draft)
     _rows(draft)
-    draft.set(f"{MAIN}.learn", "all" if is_on(draft.value("train_on_inputs")) else "answers", of="train_on_inputs")
+    draft.set(f"{MAIN}.learn", "all" if draft.flag("train_on_inputs") else "answers", of="train_on_inputs")
 
 
 def _held_out(draft: Draft) -> None:
@@ -622,81 +646,91 @@ def _held_out(draft: Draft) -> None:
     if others or len(tests) > 1 or not name or not isinstance(tests[0], Mapping):
         draft.refuse("test_datasets", "one set of held-out rows belongs to one source; write data.NAME.eval_path")
         return
-    place = resolved(draft, str(tests[0].get("path")))
-    if place == draft.settings.get(f"data.{name}.path") and tests[0].get("split"):
-        draft.set(f"data.{name}.eval_split", tests[0]["split"], of="test_datasets")
+    place, split = path_of(draft, tests[0], of="test_datasets"), text_in(draft, tests[0], "split", of="test_datasets")
+    if place is None:
+        return
+    if place == draft.settings.get(f"data.{name}.path") and split:
+        draft.set(f"data.{name}.eval_split", split, of="test_datasets")
+    elif split not in (None, "train"):
+        draft.refuse("test_datasets.split", "of other data than the source's it is the whole (data.NAME.eval_path)")
     else:
         draft.set(f"data.{name}.eval_path", place, of="test_datasets")
 
 
-def _source(draft: Draft, entry: Any, *, of: str) -> None:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
+def _source(draft: Draft, entry: Any, *, of: str) -> tuple[str, str] | None:
+    """Add the source of an entry; return its chat template with the key that says so, None of texts."""
+    if not isinstance(entry, Mapping):
         draft.refuse(of, "an entry has no path")
-        return
-    _refuse_fields(draft, entry, known=OF_SOURCES, prefix=of)
+        return None
+    for key, why in without_equal(entry, OF_SOURCES, tool=draft.tool.name):
+        draft.refuse(f"{of}.{key}", why)
+    path = path_of(draft, entry, of=of)
+    if path is None:
+        return None
     values: dict[str, Any] = {}
-    path = resolved(draft, entry["path"])
-    if entry.get("data_files"):
-        file = of_hub_file(entry["path"], entry["data_files"])
-        if file is None:
-            draft.refuse(f"{of}.data_files", "a source here is one file, a folder or a pattern; write data.NAME.path")
-        path = resolved(draft, file or path)
-    split = entry.get("split")
-    if split and SLICE.fullmatch(str(split)) and "://" not in path:
-        draft.note(f"{of}.split", "a part of a split is read of data sets that `datasets` streams, not of JSON files")
     for there, here in (("name", "hub_config"), ("split", "hub_split"), ("revision", "revision")):
-        if entry.get(there) and (there != "split" or split != "train"):
-            values[here] = str(entry[there])
-    name = str(entry.get("type") or "")
-    kind = entry.get("type")
+        value = text_in(draft, entry, there, of=of)
+        if value and (there != "split" or value != "train"):
+            values[here] = value
+    if SLICE.fullmatch(values.get("hub_split", "")) and "://" not in path:
+        draft.note(f"{of}.split", "a part of a split is read of data sets that `datasets` streams, not of JSON files")
+    kind, name = entry.get("type"), str(entry.get("type") or "")
+    form, style = draft.row_format, name.partition(":")[2]
+    template: tuple[str, str] | None = None
     if isinstance(kind, Mapping):
         values |= _user_defined(draft, kind, of=of)
-    elif draft.value("rl") or is_on(draft.value("reward_model")):
+        template = "raw", of
+    elif draft.value("rl") or draft.flag("reward_model"):
         values |= _pairs(draft, name, entry, of=of)
+        family = name.partition(".")[0]
+        template = (family, of) if family in ("chatml", "llama3") else _own_template(draft, entry, of=of)
     elif name.startswith(("chat_template", "sharegpt")):
         values |= {"kind": "chat", "format": "messages"}
-        if entry.get("field_messages") not in (None, "messages"):
-            values["fields"] = {"messages": entry["field_messages"]}
+        names = {here: text_in(draft, entry, f"field_{here}", of=of) for here in ("messages", "tools")}
+        if fields := {here: there for here, there in names.items() if there not in (None, here)}:
+            values["fields"] = fields
         _conversations(draft, entry, of=of)
+        template = _own_template(draft, entry, of=of)
     elif name in ("completion", "pretrain"):
-        field = entry.get("field") or entry.get("text_column") or "text"
+        field = text_in(draft, entry, "field", of=of) or text_in(draft, entry, "text_column", of=of) or "text"
         values |= {"kind": "text", "format": "text", **({"fields": {"text": field}} if field != "text" else {})}
-    elif re.fullmatch(r"alpaca(:\w*)?", name) and name.partition(":")[2] in STYLES:
-        values |= _asked(STYLES[name.partition(":")[2]], system=ALPACA, system_alone=ALPACA_ALONE)
-    elif draft.row_format is not None:
-        values |= {"kind": FORMAT_KINDS.get(draft.row_format, "chat"), "format": draft.row_format}
+    elif re.fullmatch(r"alpaca(:\w*)?", name) and style in STYLES:
+        values |= _asked(STYLES[style], system=ALPACA, system_alone=ALPACA_ALONE)
+        template = "raw", of
+    elif form is not None:
+        values |= {"kind": FORMAT_KINDS.get(form, "chat"), "format": form}
+        template = None if values["kind"] == "text" else _own_template(draft, entry, of=of)
     else:
         draft.refuse(
             f"{of}.type", f"rows of the type {name or None} of {path} are not read here; task.format names another"
         )
-    if values.get("fields") and "tools" not in values["fields"] and entry.get("field_tools") not in (None, "tools"):
-        values["fields"]["tools"] = entry["field_tools"]
     add_source(draft, path, values, of=of)
+    return template
 
 
-def _refuse_fields(draft: Draft, entry: Mapping[str, Any], *, known: Mapping[str, Key], prefix: str) -> None:
-    """Refuse keys of an entry that have no equal or that nobody knows."""
-    for key, value in entry.items():
-        found = known.get(key)
-        if value is None:
-            continue
-        if found is None:
-            draft.refuse(f"{prefix}.{key}", "nothing is known of it here")
-        elif found.kind == "missing" and not is_neutral(value, found.neutral):
-            draft.refuse(f"{prefix}.{key}", found.why)
+def _own_template(draft: Draft, entry: Mapping[str, Any], *, of: str) -> tuple[str, str]:
+    """Return the chat template of an entry's conversations, its own or that of the config, with the key."""
+    for key in ("chat_template", "conversation"):
+        if own := text_in(draft, entry, key, of=of):
+            return own, of
+    return str(draft.value("chat_template") or "tokenizer_default"), "chat_template"
 
 
 def _conversations(draft: Draft, entry: Mapping[str, Any], *, of: str) -> None:
     """Refuse what conversations have that is not read as it is there."""
-    mapped = dict(entry.get("message_property_mappings") or {})
-    mapped.setdefault("role", entry.get("message_field_role") or "role")
-    mapped.setdefault("content", entry.get("message_field_content") or "content")
+    named = {key: f"message_field_{key}" for key in ("role", "content")}
+    fields: dict[str, Mapping[str, Any]] = {
+        there: {key: text_in(draft, entry, there, of=of)} for key, there in named.items()
+    }
+    fields["message_property_mappings"] = _mapping_in(draft, entry, "message_property_mappings", of=of)
     names = {"role": ("role", "from"), "content": ("content", "value")}
-    for key, value in mapped.items():
-        if value not in names.get(key, (key,)):
-            draft.refuse(f"{of}.message_property_mappings", f"a turn's {key} is not read from {value!r}; rename it")
-    for role, sources in (entry.get("roles") or {}).items():
-        unread = [each for each in sources if ROLES.get(str(each).lower()) != ROLES.get(role)]
+    for there, mapped in fields.items():
+        for key, value in mapped.items():
+            if value is not None and value not in names.get(key, (key,)):
+                draft.refuse(f"{of}.{there}", f"a turn's {key} is not read from {value!r}; rename it")
+    for role, sources in _mapping_in(draft, entry, "roles", of=of).items():
+        listed = sources if isinstance(sources, list) else [sources]
+        unread = [each for each in listed if ROLES.get(str(each).lower()) != ROLES.get(role)]
         if unread:
             draft.refuse(f"{of}.roles", f"turns of {', '.join(map(str, unread))} are not read as {role}; rename them")
     if entry.get("roles_to_train") not in (None, ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
@@ -708,6 +742,18 @@ def _conversations(draft: Draft, entry: Mapping[str, Any], *, of: str) -> None:
         draft.refuse(f"{of}.train_on_eos", "marks that end other turns are not learnt")
     if entry.get("message_field_training") not in (None, "train", "training", "weight", "train_on"):
         draft.refuse(f"{of}.message_field_training", "marks of turns are read from `train` or `weight`; rename them")
+    thinking = text_in(draft, entry, "field_thinking", of=of)
+    if thinking and not is_reasoning(thinking):
+        draft.refuse(f"{of}.field_thinking", f"a turn's reasoning is not read from {thinking!r}; rename it")
+
+
+def _mapping_in(draft: Draft, entry: Mapping[str, Any], key: str, *, of: str) -> Mapping[str, Any]:
+    """Return a mapping of an entry; an empty one where there is none, and of what is none, which is refused."""
+    value = entry.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        draft.refuse(f"{of}.{key}", "it is no mapping")
+        return {}
+    return value or {}
 
 
 def _asked(style: tuple[str, str, str], *, system: str, system_alone: str) -> dict[str, Any]:
@@ -724,25 +770,26 @@ def _asked(style: tuple[str, str, str], *, system: str, system_alone: str) -> di
 
 
 def _user_defined(draft: Draft, kind: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    _refuse_fields(draft, kind, known=OF_TYPES, prefix=f"{of}.type")
+    of = f"{of}.type"
+    for key, why in without_equal(kind, OF_TYPES, tool=draft.tool.name):
+        draft.refuse(f"{of}.{key}", why)
     if draft.value("rl"):
-        draft.refuse(f"{of}.type", "pairs are rendered by a chat template; name their fields in data.NAME.fields")
+        draft.refuse(of, "pairs are rendered by a chat template; name their fields in data.NAME.fields")
         return {"kind": "preference"}
-    form = str(kind.get("format") or "{instruction} {input}")
-    alone = str(kind.get("no_input_format") or "{instruction}")
-    system = str(kind.get("system_prompt") or "")
-    of_system = str(kind.get("system_format") or "{system}")
-    if kind.get("field_system"):
-        draft.refuse(f"{of}.type.field_system", "a prompt that is written whole has no system text of its row")
+    given = {key: text_in(draft, kind, key, of=of) for key in OF_TYPES if key != "field_system"}
+    form = given["format"] or "{instruction} {input}"
+    alone = given["no_input_format"] or "{instruction}"
+    system = given["system_prompt"] or ""
+    of_system = given["system_format"] or "{system}"
     if "{input}" not in form:
-        form = f"{form}" + ("" if kind.get("field_input") is None else "{input}")
+        form += "" if given["field_input"] is None else "{input}"
     if MARKS.search(of_system + form + alone + system):
-        draft.refuse(f"{of}.type", "a mark of a chat format in a prompt is text here; use type: chat_template")
+        draft.refuse(of, "a mark of a chat format in a prompt is text here; use type: chat_template")
     values = _asked((of_system, form, alone), system=system, system_alone=system)
     fields = {
-        here: str(kind[there])
-        for there, here in (("field_instruction", "instruction"), ("field_input", "input"), ("field_output", "output"))
-        if kind.get(there) not in (None, here)
+        here: there
+        for here in ("instruction", "input", "output")
+        if (there := given[f"field_{here}"]) not in (None, here)
     }
     return {**values, **({"fields": fields} if fields else {})}
 
@@ -769,11 +816,11 @@ def _pairs(draft: Draft, name: str, entry: Mapping[str, Any], *, of: str) -> dic
         return {**values, "format": "explicit_prompt", "fields": {"prompt": "input"}}
     if family == "chat_template" and variant in ("", "default"):
         fields = {
-            here: str(entry.get(there) or here)
-            for there, here in (("field_chosen", "chosen"), ("field_rejected", "rejected"))
+            here: there
+            for here in ("chosen", "rejected")
+            if (there := text_in(draft, entry, f"field_{here}", of=of)) not in (None, here)
         }
-        fields = {here: there for here, there in fields.items() if here != there}
-        fields["prompt"] = str(entry.get("field_messages") or "messages")
+        fields["prompt"] = text_in(draft, entry, "field_messages", of=of) or "messages"
         return {**values, "format": "explicit_prompt", "fields": fields}
     if family == "chat_template" and variant in ("argilla", "argilla_chat"):
         return {**values, "format": "implicit_prompt"}
@@ -781,28 +828,15 @@ def _pairs(draft: Draft, name: str, entry: Mapping[str, Any], *, of: str) -> dic
     return values
 
 
-def _template(draft: Draft) -> None:
-    """Choose the one chat template of all sources."""
-    wanted: dict[str, str] = {}
-    for entry in draft.listed("datasets"):
-        kind = entry.get("type") if isinstance(entry, Mapping) else None
-        own = entry.get("chat_template") or entry.get("conversation") if isinstance(entry, Mapping) else None
-        name = str(kind or "")
-        if isinstance(kind, Mapping) or name.startswith("alpaca"):
-            wanted["raw"] = "datasets"
-        elif name.startswith(("chatml", "llama3")):
-            wanted[name.partition(".")[0]] = "datasets"
-        elif name.startswith(("chat_template", "sharegpt", "bradley_terry")):
-            wanted[str(own or draft.value("chat_template") or "tokenizer_default")] = (
-                "datasets" if own else "chat_template"
-            )
+def _template(draft: Draft, wanted: Mapping[str, str]) -> None:
+    """Choose the one chat template of all sources, of those that they want with the keys that say so."""
     text = draft.value("chat_template_jinja")
     if text is not None and "raw" not in wanted:
         file = Path(draft.folder, str(text))
         if str(text).endswith((".jinja", ".jinja2", ".j2")):
             draft.set("model.chat_template_path", str(file if file.exists() else text), of="chat_template_jinja")
         else:
-            draft.templates["chat_template.jinja"] = str(text)
+            draft.template = str(text)
             draft.became.setdefault("chat_template_jinja", {})["model.chat_template_path"] = "chat_template.jinja"
         draft.set("model.chat_format", "tokenizer", of="chat_template_jinja")
         return
@@ -833,16 +867,10 @@ def _template(draft: Draft) -> None:
 
 def _rows(draft: Draft) -> None:
     """Set the length of rows, and how documents are put into them."""
-    length = draft.number("sequence_len")
     kinds = {draft.settings.get(f"data.{name}.kind") for name in names_of_sources(draft)}
     is_paired = "preference" in kinds and draft.value("rl") != "kto"
-    if length is None or length < 8:
-        draft.refuse("sequence_len", "it is no whole number from 8")
-    else:
-        draft.set("trainer.seq_len", int(length) * (2 if is_paired else 1), of="sequence_len")
-    if is_paired:
-        draft.note("sequence_len", "a row has both answers of a pair, each with its prompt, and so twice the tokens")
-    is_packed = is_on(draft.value("sample_packing")) or draft.value("pretraining_dataset") is not None
+    set_row_length(draft, key="sequence_len", is_paired=is_paired)
+    is_packed = draft.flag("sample_packing") or draft.value("pretraining_dataset") is not None
     key = "sample_packing" if draft.is_given("sample_packing") else "sequence_len"
     draft.set("prepare.packing", "best_fit" if is_packed else "pad", of=key)
     strategy = str(draft.value("excess_length_strategy") or "drop").lower()
@@ -873,8 +901,7 @@ def _schedule(draft: Draft) -> None:
             draft.set("schedule.floor", ratio, of="cosine_min_lr_ratio")
         else:
             draft.refuse("cosine_min_lr_ratio", "it belongs to lr_scheduler: cosine")
-    has_warmup = any(draft.settings.get(key) is not None for key in of_schedule("warmup_steps", RATIO).split(", "))
-    if not has_warmup and not {"warmup_steps", "warmup_ratio"} & set(draft.problems):
+    if not {"schedule.warmup_steps", "schedule.warmup_ratio"} & set(draft.settings):
         steps = draft.number("max_steps") or 0
         if steps > 0:
             draft.set("schedule.warmup_steps", min(int(0.03 * steps), 100), of="lr_scheduler")
@@ -902,7 +929,7 @@ def _watch(draft: Draft) -> None:
         draft.set(f"{MAIN}.exit.patience", int(patience), of="early_stopping_patience")
         draft.set(f"{MAIN}.exit.ends_with", "best", of="early_stopping_patience")
     project = draft.value("wandb_project")
-    if (project or is_on(draft.value("use_wandb"))) and draft.value("use_wandb") is not False:
+    if (project or draft.flag("use_wandb")) and draft.value("use_wandb") is not False:
         set_loggers(draft, ["wandb"], key="wandb_project" if project else "use_wandb", project=project)
 
 

@@ -1,5 +1,6 @@
 """Keys of LLaMA-Factory's config, and their conversion (hiyouga/LLaMA-Factory, its classic arguments)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,17 @@ from tpu_experiments.tasks.convert.sources import (
     names_of_sources,
     resolved,
 )
-from tpu_experiments.tasks.convert.table import Draft, Key, Tool, equal, idle, is_neutral, missing
+from tpu_experiments.tasks.convert.table import Draft, Key, Tool, as_truth, equal, idle, missing, without_equal
 from tpu_experiments.tasks.convert.training_settings import (
     DEFAULTS,
     KEYS,
     MAIN,
-    is_on,
+    OF_ADDED,
+    OF_DEVICES,
+    OF_EMBEDDINGS,
+    OF_LOGGERS,
+    OF_OTHER_METHODS,
+    PICTURES,
     set_batch,
     set_dtype,
     set_intervals,
@@ -24,15 +30,12 @@ from tpu_experiments.tasks.convert.training_settings import (
     set_model,
     set_number,
     set_optimizer,
+    set_row_length,
     set_schedule,
     set_whole,
     targets_of,
 )
 
-PICTURES = "pictures and sound are not trained on"
-OF_TOKENIZER = "a tokenizer is read as it is saved; save it with these tokens and name it by `model.tokenizer_path`"
-OF_OTHER_METHODS = "there is no such method here"
-OF_DEVICES = "devices are axes of `sharding.mesh`"
 OF_ANSWERS = "`task=generate` and `task=serve` have their own"
 OF_EXPORT = "`task=export` writes a model"
 KEYS_OF_LLAMAFACTORY: dict[str, Key] = {
@@ -46,11 +49,11 @@ KEYS_OF_LLAMAFACTORY: dict[str, Key] = {
     "create_new_adapter": missing("one adapter is trained on; merge the other with `task=export`"),
     "cache_dir": idle("the Hub's cache is in HF_HOME"),
     "use_fast_tokenizer": idle("tokenizers are fast ones"),
-    "resize_vocab": missing(OF_TOKENIZER),
+    "resize_vocab": missing(OF_ADDED),
     "split_special_tokens": missing("marks of the template are tokens, and those in a text are text"),
-    "add_tokens": missing(OF_TOKENIZER),
-    "add_special_tokens": missing(OF_TOKENIZER),
-    "new_special_tokens_config": missing(OF_TOKENIZER),
+    "add_tokens": missing(OF_ADDED),
+    "add_special_tokens": missing(OF_ADDED),
+    "new_special_tokens_config": missing(OF_ADDED),
     "init_special_tokens": idle("it belongs to new tokens"),
     "low_cpu_mem_usage": idle("weights are read shard by shard"),
     "rope_scaling": missing("positions are those of the checkpoint's config (`model.arch` of a model from scratch)"),
@@ -111,7 +114,7 @@ KEYS_OF_LLAMAFACTORY: dict[str, Key] = {
     "lora_target": equal("lora.targets", "`all` is all-linear"),
     "additional_target": equal("lora.modules_to_save"),
     "loraplus_lr_ratio": equal("optim.b_lr_ratio"),
-    "loraplus_lr_embedding": idle("an embedding has no adapter"),
+    "loraplus_lr_embedding": missing(OF_EMBEDDINGS),
     "use_rslora": equal("lora.scaling"),
     "use_dora": equal("lora.dora"),
     "pissa_init": equal("lora.init", "pissa, by a whole decomposition"),
@@ -155,7 +158,6 @@ KEYS_OF_LLAMAFACTORY: dict[str, Key] = {
             *("badam_switch_mode", "badam_switch_interval", "badam_verbose", "badam_update_ratio", "use_adam_mini"),
             *("use_llama_pro", "use_dft_loss", "use_asft_loss", "asft_alpha", "use_eaft_loss", "eaft_alpha"),
             *("oft_rank", "oft_block_size", "oft_target", "module_dropout", "fp8", "fp8_backend", "use_mca"),
-            # A branch adds Muon; `optim: muon` is taken by name once conf/optim has it.
             *("use_megatron_bridge", "use_hyper_parallel", "use_muon"),
         ),
         missing(OF_OTHER_METHODS),
@@ -178,13 +180,12 @@ KEYS_OF_LLAMAFACTORY: dict[str, Key] = {
     "early_stopping_steps": equal(f"{MAIN}.exit.patience, {MAIN}.exit.ends_with"),
     "plot_loss": idle("`task=report` draws the losses"),
     "include_effective_tokens_per_second": idle("`perf/` has the tokens per second"),
-    # A branch adds MLflow and trackio; `set_loggers` takes them by name once conf/logger has them.
     **dict.fromkeys(
         (
             *("use_swanlab", "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode"),
             *("swanlab_api_key", "swanlab_logdir", "trackio_space_id"),
         ),
-        idle("`logger=` has console, jsonl, TensorBoard and W&B"),
+        idle(OF_LOGGERS),
     ),
     "template": equal("model.chat_format", "of the same text; see the table of templates"),
     "dataset": equal("data", "by their descriptions in dataset_info.json; see the table of descriptions"),
@@ -254,6 +255,7 @@ OF_DESCRIPTIONS: dict[str, Key] = {
     "tags": equal("", "names of roles that are read here too"),
 }
 """Keys of a data set's description in dataset_info.json."""
+TEXTS_OF_DESCRIPTIONS = ("file_name", "hf_hub_url", "cloud_file_name", "subset", "split", "formatting")
 DEFAULTS_OF_LLAMAFACTORY: dict[str, Any] = {
     **DEFAULTS,
     "stage": "sft",
@@ -278,7 +280,8 @@ DEFAULTS_OF_LLAMAFACTORY: dict[str, Any] = {
 def convert(draft: Draft) -> None:
     """Convert LLaMA-Factory's keys."""
     draft.refuse_without_equal()
-    if not draft.is_given("dataset") and draft.given.get("do_train") is not True:
+    draft.refuse_nulls()
+    if not draft.is_given("dataset") and as_truth(draft.given.get("do_train")) is not True:
         draft.refuse(
             "dataset",
             "it names none, so that it is no config of a training; task=generate, serve and export have their own",
@@ -286,10 +289,10 @@ def convert(draft: Draft) -> None:
     set_model(draft, key="model_name_or_path")
     if (revision := draft.value("model_revision")) not in (None, "main"):
         draft.set("model.revision", str(revision), of="model_revision")
-    if is_on(draft.value("train_from_scratch")):
+    if draft.flag("train_from_scratch"):
         draft.set("model.init", "random", of="train_from_scratch")
     _adapter(draft)
-    if is_on(draft.value("pure_bf16")):
+    if draft.flag("pure_bf16"):
         draft.set("model.dtype", "bfloat16", of="pure_bf16")
         draft.note("pure_bf16", "parameters that are trained, and their moments, are float32 here")
     else:
@@ -322,15 +325,15 @@ def _adapter(draft: Draft) -> None:
     draft.set("lora.alpha", alpha or rank * 2, of="lora_alpha" if alpha else "lora_rank")
     set_number(draft, "lora_dropout", "lora.dropout")
     draft.set("lora.targets", targets_of(draft, draft.value("lora_target"), key="lora_target"), of="lora_target")
-    if saved := draft.value("additional_target"):
-        names = saved if isinstance(saved, list) else [each.strip() for each in str(saved).split(",")]
+    if saved := draft.listed("additional_target"):
+        names = [name.strip() for each in saved for name in str(each).split(",")]
         draft.set("lora.modules_to_save", names, of="additional_target")
     for there, here, value in (
         ("use_rslora", "lora.scaling", "alpha_over_sqrt_r"),
         ("use_dora", "lora.dora", True),
         ("pissa_init", "lora.init", "pissa"),
     ):
-        if is_on(draft.value(there)):
+        if draft.flag(there):
             draft.set(here, value, of=there)
     set_number(draft, "loraplus_lr_ratio", "optim.b_lr_ratio", above=0.0)
     if (start := draft.value("adapter_name_or_path")) is not None:
@@ -350,7 +353,7 @@ def _base(draft: Draft) -> None:
         if draft.value("quantization_type") not in (None, "nf4"):
             draft.refuse("quantization_type", "4 bits here are nf4")
         draft.set("model.base", "nf4", of="quantization_bit")
-        draft.set("model.base_double_quant", is_on(draft.value("double_quantization")), of="double_quantization")
+        draft.set("model.base_double_quant", draft.flag("double_quantization"), of="double_quantization")
     elif bits == 8:
         draft.set("model.base", "int8", of="quantization_bit")
         draft.note("quantization_bit", "int8 here has a scale by output feature and rounds no inputs")
@@ -401,21 +404,21 @@ def _pairs(draft: Draft) -> None:
 
 
 def _data(draft: Draft) -> None:
-    names = draft.value("dataset")
     folder = str(draft.value("dataset_dir"))
-    for name in names if isinstance(names, list) else str(names or "").split(","):
-        if str(name).strip():
-            _source(draft, str(name).strip(), folder=folder)
+    for name in [name.strip() for each in draft.listed("dataset") for name in str(each).split(",")]:
+        if name:
+            _source(draft, name, folder=folder)
     _template(draft)
-    most = draft.number("max_samples")
-    if most is not None:
-        for name in names_of_sources(draft):
-            known = draft.settings.get(f"data.{name}.max_documents")
-            draft.set(f"data.{name}.max_documents", int(min(most, known or most)), of="max_samples")
-    hold_out(draft, draft.value("val_size"), key="val_size")
+    for name in names_of_sources(draft):
+        key = f"data.{name}.max_documents"
+        known = draft.settings.get(key, math.inf)
+        set_whole(draft, "max_samples", key)
+        if known < draft.settings.get(key, 0):
+            draft.set(key, known, of="max_samples")
+    hold_out(draft, key="val_size")
     _held_out(draft, folder=folder)
     _rows(draft)
-    draft.set(f"{MAIN}.learn", "all" if is_on(draft.value("train_on_prompt")) else "answers", of="train_on_prompt")
+    draft.set(f"{MAIN}.learn", "all" if draft.flag("train_on_prompt") else "answers", of="train_on_prompt")
 
 
 def _held_out(draft: Draft, *, folder: str) -> None:
@@ -423,7 +426,7 @@ def _held_out(draft: Draft, *, folder: str) -> None:
     if name is None:
         return
     sources, found = names_of_sources(draft), (draft.dataset_info or {}).get(str(name))
-    if len(sources) != 1 or not isinstance(found, Mapping) or "file_name" not in found:
+    if len(sources) != 1 or not isinstance(found, Mapping) or not isinstance(found.get("file_name"), str):
         draft.refuse("eval_dataset", "one file of held-out rows belongs to one source; write data.NAME.eval_path")
         return
     place = resolved(draft, f"{folder}/{found['file_name']}")
@@ -448,31 +451,34 @@ def _source(draft: Draft, name: str, *, folder: str) -> None:
     ):
         draft.refuse("dataset", f"{name}: its description is no mapping")
         return
-    for key, value in found.items():
-        known = OF_DESCRIPTIONS.get(key)
-        if key in ("ms_hub_url", "om_hub_url") and ("hf_hub_url" in found or "file_name" in found):
-            continue
-        if known is None:
-            draft.refuse("dataset", f"{name}: nothing is known of {key} here")
-        elif known.kind == "missing" and not is_neutral(value, known.neutral):
-            draft.refuse("dataset", f"{name}: {key}: {known.why}")
+    for key, why in without_equal(found, OF_DESCRIPTIONS, tool=draft.tool.name):
+        if key not in ("ms_hub_url", "om_hub_url") or not {"hf_hub_url", "file_name"} & set(found):
+            draft.refuse("dataset", f"{name}: {key}: {why}")
+    odd = [key for key in TEXTS_OF_DESCRIPTIONS if not isinstance(found.get(key) or "", str)]
+    if odd:
+        draft.refuse("dataset", f"{name}: {', '.join(odd)}: it is no text")
+        return
     path = found.get("hf_hub_url") or found.get("cloud_file_name")
-    path = path or resolved(draft, f"{folder}/{found.get('file_name', name)}")
-    values: dict[str, Any] = {}
-    for there, here in (("subset", "hub_config"), ("num_samples", "max_documents")):
-        if found.get(there) is not None:
-            values[here] = found[there]
-    if found.get("split") not in (None, "train"):
+    path = path or resolved(draft, f"{folder}/{found.get('file_name') or name}")
+    values: dict[str, Any] = {"hub_config": found["subset"]} if found.get("subset") else {}
+    if (rows := found.get("num_samples")) is not None:
+        values["max_documents"] = rows
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            draft.refuse("dataset", f"{name}: num_samples: {rows!r} is no whole number from 1")
+            return
+    if found.get("split") not in (None, "", "train"):
         values["hub_split"] = found["split"]
     values |= _rows_of(draft, name, found)
-    add_source(draft, str(path), values, of=("dataset"))
+    add_source(draft, path, values, of="dataset")
 
 
 def _rows_of(draft: Draft, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return kind, format and fields of a description."""
-    columns = dict(found.get("columns") or {})
-    tags = dict(found.get("tags") or {})
-    stage, form = str(draft.value("stage")), str(found.get("formatting", "alpaca"))
+    columns, tags = found.get("columns") or {}, found.get("tags") or {}
+    stage, form = str(draft.value("stage")), found.get("formatting") or "alpaca"
+    if odd := [there for there, column in columns.items() if not isinstance(column, str | None)]:
+        draft.refuse("dataset", f"{name}: columns: {', '.join(map(str, odd))}: it is no name")
+        return {}
     unread = [each for each in ("images", "videos", "audios") if columns.get(each)]
     if unread:
         draft.refuse("dataset", f"{name}: {PICTURES} ({', '.join(unread)})")
@@ -483,10 +489,12 @@ def _rows_of(draft: Draft, name: str, found: Mapping[str, Any]) -> dict[str, Any
         field = columns.get("prompt", "instruction")
         return {"kind": "text", "format": "text", **({} if field == "text" else {"fields": {"text": field}})}
     names = {"system": "system", "tools": "tools", "history": "history"}
-    fields = {here: str(columns[there]) for there, here in names.items() if columns.get(there) not in (None, here)}
+    fields = {here: columns[there] for there, here in names.items() if columns.get(there) not in (None, here)}
     if stage in ("dpo", "rm", "kto"):
-        return {**_of_pairs(draft, name, found, columns), **({"fields": fields} if fields else {})}
-    if form in ("sharegpt", "openai"):
+        fields |= _fields_of_pairs(draft, name, columns, is_turns=form in TURNS)
+        kind = {"kind": "preference", "format": "unpaired" if stage == "kto" else "explicit_prompt"}
+        return {**kind, **({"fields": fields} if fields else {})}
+    if form in TURNS:
         messages = columns.get("messages", "conversations")
         fields |= {} if messages in ("messages", "conversations") else {"messages": str(messages)}
         return {"kind": "chat", "format": "messages", **({"fields": fields} if fields else {})}
@@ -503,17 +511,28 @@ def _rows_of(draft: Draft, name: str, found: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _of_pairs(draft: Draft, name: str, found: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    is_alpaca = str(found.get("formatting", "alpaca")) == "alpaca"
-    if is_alpaca and (columns.get("query") if columns else "input"):
+TURNS = ("sharegpt", "openai")
+"""Formats whose prompts are turns."""
+
+
+def _fields_of_pairs(draft: Draft, name: str, columns: Mapping[str, Any], *, is_turns: bool) -> dict[str, str]:
+    """Return the fields of two answers, or of one with its label, where the columns call them otherwise."""
+    if not is_turns and (columns.get("query") if columns else "input"):
         draft.refuse(
             "dataset",
             f"{name}: a prompt of two fields, instruction and input, is not read in pairs; write it into one, or as "
             "turns",
         )
+    own = columns or ({"messages": "conversations"} if is_turns else {"prompt": "instruction", "response": "output"})
+    wanted = {"messages" if is_turns else "prompt": "prompt"}
     if str(draft.value("stage")) == "kto":
-        return {"kind": "preference", "format": "unpaired"}
-    return {"kind": "preference", "format": "explicit_prompt"}
+        wanted |= {"kto_tag": "label"} if is_turns else {"response": "completion", "kto_tag": "label"}
+    else:
+        wanted |= {"chosen": "chosen", "rejected": "rejected"}
+    lacking = [there for there in wanted if not own.get(there)]
+    if lacking:
+        draft.refuse("dataset", f"{name}: its columns name no {', '.join(lacking)}")
+    return {here: own[there] for there, here in wanted.items() if there not in lacking and own[there] != here}
 
 
 def _template(draft: Draft) -> None:
@@ -532,7 +551,7 @@ def _template(draft: Draft) -> None:
             f"of these names there is the same text here: {same}; another is a file of model.chat_template_path=",
         )
         return
-    if draft.value("enable_thinking") is False and ours == "qwen3":
+    if draft.is_given("enable_thinking") and not draft.flag("enable_thinking") and ours == "qwen3":
         draft.refuse(
             "enable_thinking", "an empty block of reasoning is part of the answer here; use template: qwen3_nothink"
         )
@@ -544,17 +563,10 @@ def _template(draft: Draft) -> None:
 
 
 def _rows(draft: Draft) -> None:
-    length = draft.number("cutoff_len")
     stage = str(draft.value("stage"))
-    is_paired = stage in ("dpo", "rm")
-    if length is None or length < 8:
-        draft.refuse("cutoff_len", "it is no whole number from 8")
-        return
-    draft.set("trainer.seq_len", int(length) * (2 if is_paired else 1), of="cutoff_len")
-    if is_paired:
-        draft.note("cutoff_len", "a row has both answers of a pair, each with its prompt, and so twice the tokens")
-    packing, neat = draft.value("packing"), is_on(draft.value("neat_packing"))
-    is_packed = neat or (stage == "pt" if packing is None else is_on(packing))
+    set_row_length(draft, key="cutoff_len", is_paired=stage in ("dpo", "rm"))
+    neat = draft.flag("neat_packing")
+    is_packed = neat or (draft.flag("packing") if draft.is_given("packing") else stage == "pt")
     key = "neat_packing" if neat else "packing" if draft.is_given("packing") else "cutoff_len"
     draft.set("prepare.packing", "best_fit" if is_packed else "pad", of=key)
     if is_packed and not neat:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,18 +119,48 @@ def _of_mapping(values: dict[str, Any], *, place: str) -> Given:
 def _words(text: str) -> list[str]:
     """Return the words of the first command in a text that is one of a known program, else of the whole text."""
     joined = re.sub(r"\\\s*\n", " ", text)
-    lines = [line for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    for line in lines:
+    for line in joined.splitlines():
         try:
-            words = shlex.split(line, comments=True)
+            for command in commands(line):
+                words = shlex.split(command)
+                if _verb(words) is not None:
+                    return words
         except ValueError as error:
             raise ConfigError(f"task.config={line:.80}; it is no command line ({error}); {ADVICE}.") from error
-        if _verb(words) is not None:
-            return words
     try:
         return shlex.split(joined)
     except ValueError:
         return [text]
+
+
+SHELL = re.compile(
+    r"""(?P<quoted>'[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?P<comment>(?<!\S)\#.*)|(?P<operator>[|&;]+(?![<>]))"""
+    r"""|(?P<redirection>(?:(?<!\S)\d+|&)?[<>]+&?\s*(?:"[^"]*"|'[^']*'|[^\s|&;<>"'])+)|(?P<odd>[<>])"""
+)
+"""What a shell reads in a line beside words."""
+VARIABLE = re.compile(r"\$[\w{(@*]|`")
+
+
+def commands(line: str) -> list[str]:
+    """Return the commands of a line of a shell, without comments and redirections.
+
+    >>> commands("cd a && trl sft --eos_token '<|end|>' 2>&1 | tee log  # now")
+    ['cd a ', " trl sft --eos_token '<|end|>'  ", ' tee log  ']
+
+    Raises:
+        ValueError: a `<` or `>` is neither quoted nor followed by a file.
+    """
+    found, at = [""], 0
+    for match in SHELL.finditer(line):
+        found[-1] += line[at : match.start()]
+        at = match.end()
+        if match["odd"]:
+            raise ValueError(f"a {match['odd']} without a file")
+        if match["quoted"]:
+            found[-1] += match["quoted"]
+        elif match["operator"]:
+            found.append("")
+    return [*found[:-1], found[-1] + line[at:]]
 
 
 def _verb(words: Sequence[str]) -> tuple[str, str, int] | None:
@@ -155,16 +185,21 @@ def _of_command(words: list[str], *, place: str, folder: str, name: str) -> Give
             f"task.config={place:.120}; it is no file and no command of TRL, axolotl or LLaMA-Factory; {ADVICE}."
         )
     program, command, behind = found
+    tool = {"trl": TRL, "axolotl": AXOLOTL}.get(program, LLAMAFACTORY)
     rest = list(words[behind:])
+    if variable := next((word for word in rest if VARIABLE.search(word)), None):
+        raise ConfigError(
+            f"task.config={place:.120}; {variable:.80} in the command is a shell's variable, whose value is not known "
+            "here; write the value."
+        )
     values: dict[str, Any] = {}
-    if rest and not rest[0].startswith("-") and rest[0].lower().endswith(SUFFIXES):
-        file = rest.pop(0)
-        values, folder, name = _file_of(file, folder=folder), os.path.dirname(file) or folder, name or Path(file).stem
-    typed = arguments(rest)
-    if "config" in typed:
-        file = str(typed.pop("config"))
-        values |= _file_of(file, folder=folder)
-        folder, name = os.path.dirname(file) or folder, name or Path(file).stem
+    files = [rest.pop(0)] if rest and not rest[0].startswith("-") and rest[0].lower().endswith(SUFFIXES) else []
+    typed = arguments(rest, known=tool.keys)
+    files += [str(typed.pop("config"))] if "config" in typed else []
+    for file in files:
+        found_at = _place_of(file, folder=folder)
+        values |= _mapping(_text(found_at), place=found_at)
+        folder, name = os.path.dirname(found_at) or folder, name or Path(file).stem
     values |= typed
     if program == "trl":
         if command not in COMMANDS:
@@ -172,21 +207,23 @@ def _of_command(words: list[str], *, place: str, folder: str, name: str) -> Give
                 f"task.config={place:.120}; there is nothing here for trl {command}. {suggest(command, COMMANDS)}"
             )
         return Given(TRL, values, command, folder, name or f"trl_{command}")
-    tool = AXOLOTL if program == "axolotl" else LLAMAFACTORY
     return Given(tool, values, "", folder, name or program)
 
 
-def _file_of(file: str, *, folder: str) -> dict[str, Any]:
-    """Return the mapping of a file that a command names, looked for here and beside the command's own file."""
+def _place_of(file: str, *, folder: str) -> str:
+    """Return the path of a file that a command names, looked for here and beside the command's own file."""
     beside = os.path.join(folder, file)
     place = file if os.path.isfile(file) or not os.path.isfile(beside) else beside
     if not os.path.isfile(place):
         raise ConfigError(f"task.config; the command names {file}, which is no file here; {ADVICE}.")
-    return _mapping(_text(place), place=place)
+    return place
 
 
-def arguments(words: Sequence[str]) -> dict[str, Any]:
+def arguments(words: Sequence[str], *, known: Container[str] = ()) -> dict[str, Any]:
     """Return the values of `--key value ...`, `--key=value`, `key=value` and `--no_key`.
+
+    Args:
+        known: keys of the program, of which one that begins with `no_` is itself.
 
     >>> arguments(["--lora_r", "8", "--packing", "--no_tf32", "--targets", "q", "v", "lr=1e-4"])
     {'lora_r': 8, 'packing': True, 'tf32': False, 'targets': ['q', 'v'], 'lr': '1e-4'}
@@ -206,12 +243,12 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
             found[key].append(_scalar(word))
         else:
             raise ConfigError(f"task.config; {word!r:.80} in the command belongs to no argument; write --key value.")
-    return {
-        name.removeprefix("no_") if not values and name.startswith("no_") else name: (
-            not name.startswith("no_") if not values else values[0] if len(values) == 1 else values
-        )
-        for name, values in found.items()
-    }
+    given: dict[str, Any] = {}
+    for name, values in found.items():
+        is_negated = not values and name.startswith("no_") and name not in known
+        key = name.removeprefix("no_") if is_negated else name
+        given[key] = not is_negated if not values else values[0] if len(values) == 1 else values
+    return given
 
 
 def _scalar(text: str) -> Any:
@@ -222,7 +259,7 @@ def _scalar(text: str) -> Any:
             return json.loads(text)
         except ValueError:
             return text
-    if re.fullmatch(r"[+-]?\d+", text):
+    if re.fullmatch(r"[+-]?(0|[1-9]\d*)", text):
         return int(text)
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -248,30 +285,40 @@ def descriptions(given: Given, *, file: str | None) -> Mapping[str, Any] | None:
 
 
 def without(values: Mapping[str, Any], leave: Sequence[str]) -> dict[str, Any]:
-    """Return the values without keys that are left out: `key`, or `key.inner` of a mapping or of each of a list.
+    """Return the values without keys that are left out: `key`, or `key.inner` of mappings, also in lists.
 
     Raises:
         ConfigError: there is no such key.
     """
-    found = {key: value for key, value in values.items() if key not in leave}
+    found = dict(values)
     for key in leave:
-        if key in values:
-            continue
-        outer, _, inner = key.partition(".")
-        entries = values.get(outer)
-        entries = entries if isinstance(entries, list) else [entries]
-        if not inner or not any(isinstance(each, Mapping) and inner in each for each in entries):
-            names = [*values, *(f"{name}.{each}" for name, value in values.items() for each in _inner(value))]
+        if not has(values, key):
+            names = list(dict.fromkeys(_names(values)))
             raise ConfigError(f"task.leave=[{', '.join(leave)}]; the config has no key {key}. {suggest(key, names)}")
-        held = found[outer]
-        found[outer] = [_less(each, inner) for each in held] if isinstance(held, list) else _less(held, inner)
+        found = _less(found, key.split("."))
     return found
 
 
-def _inner(value: Any) -> list[str]:
-    entries = value if isinstance(value, list) else [value]
-    return [str(key) for each in entries if isinstance(each, Mapping) for key in each]
+def has(values: Any, key: str) -> bool:
+    """Return whether there is such a key: `key`, or `key.inner` of a mapping or of one of a list."""
+    return key in _names(values)
 
 
-def _less(entry: Any, key: str) -> Any:
-    return {name: value for name, value in entry.items() if name != key} if isinstance(entry, Mapping) else entry
+def _names(value: Any) -> Iterator[str]:
+    """Yield the dotted names of all keys of a mapping, or of those of a list."""
+    for entry in value if isinstance(value, list) else [value]:
+        for name, inner in entry.items() if isinstance(entry, Mapping) else ():
+            yield str(name)
+            yield from (f"{name}.{each}" for each in _names(inner))
+
+
+def _less(value: Any, path: Sequence[str]) -> Any:
+    """Return a value without the key at a path."""
+    if isinstance(value, list):
+        return [_less(each, path) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    first, *rest = path
+    if not rest:
+        return {name: each for name, each in value.items() if str(name) != first}
+    return {name: _less(each, rest) if str(name) == first else each for name, each in value.items()}

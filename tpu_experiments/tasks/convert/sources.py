@@ -51,6 +51,27 @@ def resolved(draft: Draft, path: str) -> str:
     return beside if os.path.exists(beside) else path
 
 
+def path_of(draft: Draft, entry: Mapping[str, Any], *, of: str) -> str | None:
+    """Return the path of an entry of `path` and `data_files`; None, refused, of one that names no single place."""
+    path = text_in(draft, entry, "path", of=of)
+    if path is None:
+        draft.refuse(of, "an entry has no path")
+    elif entry.get("data_files"):
+        path = of_hub_file(path, entry["data_files"])
+        if path is None:
+            draft.refuse(f"{of}.data_files", "a source here is one file, a folder or a pattern; write data.NAME.path")
+    return None if path is None else resolved(draft, path)
+
+
+def text_in(draft: Draft, entry: Mapping[str, Any], key: str, *, of: str) -> str | None:
+    """Return a text of an entry; None of one that is not given, and of what is no text, which is refused."""
+    value = entry.get(key)
+    if value is not None and not isinstance(value, str):
+        draft.refuse(f"{of}.{key}", "it is no text")
+        return None
+    return value or None
+
+
 def of_hub_file(path: str, files: Any) -> str | None:
     """Return the address of the one file of a Hub data set that is named; None where there are several."""
     listed = files if isinstance(files, list) else [files]
@@ -66,13 +87,14 @@ def names_of_sources(draft: Draft) -> list[str]:
     return list(dict.fromkeys(key.split(".")[1] for key in draft.settings if key.startswith("data.")))
 
 
-def hold_out(draft: Draft, share: Any, *, key: str) -> None:
+def hold_out(draft: Draft, *, key: str) -> None:
     """Hold a share of every source out for evaluations."""
-    if share in (None, 0):
+    share = draft.number(key)
+    if not share:
         return
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+    if not 0 < share < 1:
         draft.refuse(key, "a number of rows is held out there; a share below 1 is here (data.NAME.eval_fraction)")
         return
     for name in names_of_sources(draft):
-        draft.set(f"data.{name}.eval_fraction", float(share), of=key)
+        draft.set(f"data.{name}.eval_fraction", share, of=key)
     draft.note(key, "held-out rows are chosen by a hash of their first question, not drawn")

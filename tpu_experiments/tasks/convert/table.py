@@ -5,7 +5,7 @@ equal. The manual's tables (README.md) are made from the same objects.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +59,8 @@ class Draft:
     tool: Tool
     given: dict[str, Any]
     """Values of the other program's config, those that are null left out."""
+    nulls: frozenset[str] = frozenset()
+    """Keys that are null there."""
     trainer: str = ""
     """Command of a program that has several (`sft`, `dpo`, ...)."""
     devices: int = 1
@@ -69,6 +71,8 @@ class Draft:
     """Descriptions of LLaMA-Factory's data sets by name."""
     folder: str = ""
     """Folder of the other config, from which its paths are also looked for."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """The other command's own values of keys that are not given, before those of the program."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Choices of config groups."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -79,15 +83,27 @@ class Draft:
     """Keys whose equal differs in something, with what that is."""
     problems: dict[str, str] = field(default_factory=dict)
     """Keys that would train something else, with the reason."""
-    templates: dict[str, str] = field(default_factory=dict)
-    """Chat templates to be written beside the experiment, by file name."""
+    template: str | None = None
+    """Chat template to be written beside the experiment."""
     read: set[str] = field(default_factory=set)
 
     def value(self, key: str) -> Any:
         """Return what a key with an equal here has, or the other program's default; None where it has none."""
         assert self.tool.keys[key].kind == "equal", key
         self.read.add(key)
-        return self.given.get(key, self.tool.defaults.get(key))
+        return self.given.get(key, self.default(key))
+
+    def default(self, key: str) -> Any:
+        """Return the other program's own value of a key; None where it has none."""
+        return self.defaults.get(key, self.tool.defaults.get(key))
+
+    def flag(self, key: str) -> bool:
+        """Return whether a key is on; what is neither on nor off is refused."""
+        value = self.value(key)
+        found = as_truth(value)
+        if value is not None and found is None:
+            self.refuse(key, "it is neither true nor false")
+        return found is True
 
     def number(self, key: str) -> float | None:
         """Return a key's number; None of one that is not given, and of what is no number, which is refused."""
@@ -146,25 +162,56 @@ class Draft:
 
     def refuse_without_equal(self) -> None:
         """Refuse given keys that have no equal, and those that nobody knows."""
-        for key, value in self.given.items():
-            known = self.tool.keys.get(key)
-            if known is None:
-                near = nearest(key, list(self.tool.keys))
-                hint = f"did you mean {near}?" if near else "nothing is known of it here"
-                self.refuse(key, f"{self.tool.name} has no such key as far as is known here; {hint}")
-            elif known.kind == "missing" and not is_neutral(value, known.neutral):
-                self.refuse(key, known.why)
+        for key, why in without_equal(self.given, self.tool.keys, tool=self.tool.name):
+            self.refuse(key, why)
+
+    def refuse_nulls(self) -> None:
+        """Refuse keys that are null, of a program that passes null on in the place of its own value."""
+        for key in self.nulls:
+            if self.default(key) is not None:
+                self.refuse(
+                    key, f"null is passed on there, in the place of {self.default(key)}; write a value, or leave it out"
+                )
+
+
+def without_equal(given: Mapping[str, Any], keys: Mapping[str, Key], *, tool: str) -> Iterator[tuple[str, str]]:
+    """Yield keys that have no equal or that nobody knows, with the reason; those that are null or off are neither."""
+    for key, value in given.items():
+        known = keys.get(key)
+        if value is None:
+            continue
+        if known is None:
+            near = nearest(str(key), list(keys))
+            hint = f"did you mean {near}?" if near else "nothing is known of it here"
+            yield key, f"{tool} has no such key as far as is known here; {hint}"
+        elif known.kind == "missing" and not is_neutral(value, known.neutral):
+            yield key, known.why
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Return whether a value is one of these, of the same type but for numbers; empty lists and mappings are.
+    """Return whether a value is one of these, of the same type but for numbers, which may be texts; what is empty is.
 
-    >>> is_neutral(0, (None, False)), is_neutral(0.0, (0,)), is_neutral([], ())
-    (False, True, True)
+    >>> is_neutral(0, (None, False)), is_neutral(0.0, (0,)), is_neutral("1.0", (1,)), is_neutral([], ())
+    (False, True, True, True)
     """
     if isinstance(value, list | dict | str) and not value:
         return True
+    if isinstance(value, str) and (number := as_number(value)) is not None:
+        value = number
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+ON, OFF = ("true", "1", "yes", "y", "t", "on", "auto", "full"), ("false", "0", "no", "n", "f", "off")
+
+
+def as_truth(value: Any) -> bool | None:
+    """Return a truth value of YAML or a command line, also of a text or of 1 and 0; `auto` is true; None of others.
+
+    >>> as_truth("Yes"), as_truth(0), as_truth("auto"), as_truth(2)
+    (True, False, True, None)
+    """
+    said = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    return True if said in ON else False if said in OFF else None
 
 
 def as_number(value: Any) -> float | None:

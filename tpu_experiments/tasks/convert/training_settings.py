@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import yaml
 
 from tpu_experiments.config.folders import CONF
 from tpu_experiments.config.messages import choices
-from tpu_experiments.config.schema import ScheduleConfig
 from tpu_experiments.tasks.convert.table import Draft, Key, as_number, equal, idle, missing
 
 MAIN = "curriculum.stages.main"
@@ -22,7 +21,8 @@ OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw8bit"),
     "ao_adamw_8bit": "adamw8bit",
 }
-"""Optimizers there, and the file of conf/optim that is the same; another one has its line here."""
+"""Optimizers there, and the file of conf/optim that is the same; others are refused, those of its other files too: Muon
+is scaled in several ways, Adafactor by the weights here, and an average of AdamW has no schedule."""
 SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",
@@ -31,17 +31,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "cosine_with_restarts": "cosine_with_restarts",
 }
-"""Schedules there, and the file of conf/schedule; those that conf/ does not have are refused."""
-SCHEDULE_KEYS = {each.name for each in fields(ScheduleConfig)}
-RATIO, CYCLES = "warmup_ratio", "cycles"
-"""Keys of `schedule` that are used once they are there."""
-
-
-def of_schedule(*keys: str) -> str:
-    """Return the keys of `schedule` that exist, as the tables name them."""
-    return ", ".join(f"schedule.{key}" for key in keys if key in SCHEDULE_KEYS)
-
-
+"""Schedules there, and the file of conf/schedule; others are refused."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -61,6 +51,17 @@ DEFAULTS: dict[str, Any] = {
     "eval_strategy": "no",
 }
 """transformers' own values of keys that are not given."""
+PICTURES = "pictures and sound are not trained on"
+OF_DEVICES = "devices are axes of `sharding.mesh`"
+OF_LOGGERS = "`logger=` has console, jsonl, TensorBoard, W&B, MLflow and trackio"
+OF_OTHER_METHODS = "there is no such method here"
+OF_TOKENIZER = "a tokenizer is read as it is saved; save it with these tokens and name it by `model.tokenizer_path`"
+OF_ADDED = (
+    "`model.added_tokens` adds special tokens, and `model.vocab_size` rows for them; write them there, or save the "
+    "tokenizer with them"
+)
+OF_EMBEDDINGS = "an embedding's adapter has the rate of the others"
+"""Reasons that several programs' tables have."""
 BATCH = "rows of a step over all devices: micro-batch x accumulation x `task.devices`"
 KEYS: dict[str, Key] = {
     "learning_rate": equal("optim.lr"),
@@ -70,9 +71,11 @@ KEYS: dict[str, Key] = {
     "adam_epsilon": equal("optim.eps"),
     "max_grad_norm": equal("optim.clip_norm", "0 there is null here: no clipping"),
     "lr_scheduler_type": equal("schedule, schedule.floor", "constant has no warm-up, as there"),
-    "lr_scheduler_kwargs": equal(of_schedule("floor", CYCLES), "`min_lr_rate` and `min_lr`, of restarts `num_cycles`"),
-    "warmup_ratio": equal(of_schedule("warmup_steps", RATIO), "of 0.03, or with `max_steps`, by the number of steps"),
-    "warmup_steps": equal(of_schedule("warmup_steps", RATIO), "below 1 it is a ratio, as there"),
+    "lr_scheduler_kwargs": equal(
+        "schedule.floor, schedule.cycles", "`min_lr_rate` and `min_lr`, of restarts `num_cycles`"
+    ),
+    "warmup_ratio": equal("schedule.warmup_ratio", "without `warmup_steps`"),
+    "warmup_steps": equal("schedule.warmup_steps, schedule.warmup_ratio", "below 1 it is a ratio, as there"),
     "num_train_epochs": equal(f"{MAIN}.epochs"),
     "max_steps": equal(f"{MAIN}.steps", "above 0 in the place of the epochs, as there"),
     "per_device_train_batch_size": equal("trainer.global_batch_rows", BATCH),
@@ -87,9 +90,7 @@ KEYS: dict[str, Key] = {
     "save_steps": equal("checkpoint.every_steps"),
     "save_total_limit": equal("checkpoint.keep_last"),
     "load_best_model_at_end": equal(f"{MAIN}.exit.ends_with", "by the held-out loss"),
-    "report_to": equal(
-        "logger", "console, jsonl and TensorBoard are always on; others by name where they are in conf/"
-    ),
+    "report_to": equal("logger", "console, jsonl and TensorBoard are always on; W&B, MLflow and trackio by name"),
     "run_name": idle("the run's name is `name=`, the folder that a run resumes in"),
     "project": idle("`logger.wandb.options.project` names a project of W&B"),
     "output_dir": idle("runs are in `output_dir=`/`name=`"),
@@ -185,18 +186,16 @@ KEYS: dict[str, Key] = {
 def set_optimizer(draft: Draft, *, key: str = "optim") -> None:
     """Choose the optimizer and set its numbers."""
     name = str(draft.value(key)).lower()
-    known = {**OPTIMIZERS, **{own: own for own in choices("optim") if own != "adafactor"}}
-    if name in ("adafactor",):
+    if name == "adafactor":
         draft.refuse(key, "Adafactor here scales its steps by the size of the weights, which it does not there")
-    elif known.get(name) not in choices("optim"):
+    elif name not in OPTIMIZERS:
         draft.refuse(key, f"there is no such optimizer here; those that are the same: {', '.join(sorted(OPTIMIZERS))}")
     else:
-        draft.choose("optim", known[name], of=key)
+        draft.choose("optim", OPTIMIZERS[name], of=key)
     set_number(draft, "learning_rate", "optim.lr", above=0.0)
     set_number(draft, "weight_decay", "optim.weight_decay")
-    if draft.groups.get("optim", "adamw").startswith("adamw"):
-        for there, here in (("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps")):
-            set_number(draft, there, f"optim.{here}")
+    for there, here in (("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps")):
+        set_number(draft, there, f"optim.{here}")
     clip = draft.number("max_grad_norm")
     draft.set("optim.clip_norm", clip or None, of="max_grad_norm")
 
@@ -228,9 +227,8 @@ def set_whole(draft: Draft, there: str, here: str, *, at_least: int = 1) -> None
 def set_schedule(draft: Draft, *, key: str = "lr_scheduler_type") -> None:
     """Choose the schedule, its warm-up and where it ends."""
     name = str(draft.value(key)).lower()
-    if SCHEDULES.get(name) not in choices("schedule"):
-        same = ", ".join(each for each, ours in SCHEDULES.items() if ours in choices("schedule"))
-        draft.refuse(key, f"there is no such schedule here; those that are the same: {same}")
+    if name not in SCHEDULES:
+        draft.refuse(key, f"there is no such schedule here; those that are the same: {', '.join(SCHEDULES)}")
         return
     draft.choose("schedule", SCHEDULES[name], of=key)
     if SCHEDULES[name] != "constant":
@@ -256,38 +254,26 @@ def set_end_of_schedule(draft: Draft, *, name: str) -> None:
                 draft.refuse(there, "min_lr is no number")
             else:
                 draft.set("schedule.floor", lowest / rate, of=there)
-        elif option == "num_cycles" and CYCLES in SCHEDULE_KEYS and name == "cosine_with_restarts":
-            draft.set(of_schedule(CYCLES), value, of=there)
+        elif option == "num_cycles" and name == "cosine_with_restarts":
+            draft.set("schedule.cycles", value, of=there)
         else:
             draft.refuse(there, f"{option} of {name} has no equal here")
 
 
 def set_warmup(draft: Draft) -> None:
     """Set the warm-up: a number of steps, or a share of them."""
-    there = "warmup_steps"
-    steps = draft.number(there)
-    ratio = draft.number("warmup_ratio")
-    if ratio is not None and not draft.is_given(there):
-        there, steps = "warmup_ratio", ratio
-    if steps is None:
-        return
-    if steps >= 1 or steps == 0:
-        draft.set("schedule.warmup_steps", int(steps), of=there)
-        return
-    total = draft.number("max_steps") or 0
-    if RATIO in SCHEDULE_KEYS:
-        draft.set(of_schedule(RATIO), steps, of=there)
-    elif total > 0:
-        draft.set("schedule.warmup_steps", math.ceil(steps * total), of=there)
-    elif steps == 0.03:
-        draft.set("schedule.warmup_steps", None, of=there)
-        draft.note(there, "null is 3 % of the steps, and at most 1,000")
+    steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
+    if ratio is not None and not draft.is_given("warmup_steps"):
+        if 0 <= ratio < 1:
+            draft.set("schedule.warmup_ratio", ratio, of="warmup_ratio")
+        else:
+            draft.refuse("warmup_ratio", "it is no share of the steps, from 0 to below 1")
+    elif ratio and steps == 0:
+        draft.refuse("warmup_ratio", "which of the two applies beside warmup_steps: 0 differs among versions; keep one")
+    elif steps is not None and 0 < steps < 1:
+        draft.set("schedule.warmup_ratio", steps, of="warmup_steps")
     else:
-        draft.refuse(
-            there,
-            "a share of the steps is known here once the data is; write warmup_steps there, or leave it out and write "
-            "schedule.warmup_steps here",
-        )
+        set_whole(draft, "warmup_steps", "schedule.warmup_steps", at_least=0)
 
 
 def set_length(draft: Draft, *, epochs: str = "num_train_epochs") -> None:
@@ -298,6 +284,17 @@ def set_length(draft: Draft, *, epochs: str = "num_train_epochs") -> None:
         set_whole(draft, "max_steps", f"{MAIN}.steps")
     else:
         set_number(draft, epochs, f"{MAIN}.epochs", above=0.0)
+
+
+def set_row_length(draft: Draft, *, key: str, is_paired: bool) -> None:
+    """Set the length of a row, which of a pair has both answers."""
+    length = draft.number(key)
+    if length is None or length != int(length) or length < 8:
+        draft.refuse(key, "it is no whole number from 8")
+        return
+    draft.set("trainer.seq_len", int(length) * (2 if is_paired else 1), of=key)
+    if is_paired:
+        draft.note(key, "a row has both answers of a pair, each with its prompt, and so twice the tokens")
 
 
 def set_batch(draft: Draft, *, micro: str = "per_device_train_batch_size") -> None:
@@ -314,15 +311,10 @@ def set_batch(draft: Draft, *, micro: str = "per_device_train_batch_size") -> No
 # ---- precision, records, checkpoints ------------------------------------------------------------------------
 
 
-def is_on(value: Any) -> bool:
-    """Return whether a truth value is true; `auto` is, and so are texts of a command line."""
-    return value is True or (isinstance(value, str) and value.strip().lower() in ("true", "auto", "1", "yes", "full"))
-
-
 def set_dtype(draft: Draft, *, default: str) -> None:
     """Set the data type of the arithmetic."""
     for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if is_on(draft.value(key)):
+        if draft.flag(key):
             draft.set("model.dtype", dtype, of=key)
             return
     draft.set("model.dtype", default, of=[key for key in ("bf16", "fp16") if draft.is_given(key)])
@@ -346,7 +338,7 @@ def set_intervals(draft: Draft) -> None:
     limit = draft.number("save_total_limit")
     if limit is not None and limit >= 1:
         draft.set("checkpoint.keep_last", int(limit), of="save_total_limit")
-    if is_on(draft.value("load_best_model_at_end")) or str(draft.value("save_strategy")) == "best":
+    if draft.flag("load_best_model_at_end") or str(draft.value("save_strategy")) == "best":
         draft.set(f"{MAIN}.exit.ends_with", "best", of=["load_best_model_at_end"])
 
 
@@ -368,6 +360,7 @@ VARIANT = re.compile(r"(-(instruct|it|base|hf|chat|pt|bnb-4bit|v0\.1))+$")
 """Endings of names of the same architecture."""
 
 
+@cache
 def presets() -> dict[str, dict[str, Any]]:
     """Return the models of conf/model that have a checkpoint on the Hub, by the last part of its name."""
     found = {}

@@ -5,15 +5,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_experiments.tasks.convert.sources import FORMAT_KINDS, add_source, names_of_sources, resolved
-from tpu_experiments.tasks.convert.table import Draft, Key, Tool, as_number, equal, idle, missing
+from tpu_experiments.tasks.convert.sources import (
+    FORMAT_KINDS,
+    add_source,
+    hold_out,
+    names_of_sources,
+    path_of,
+    resolved,
+    text_in,
+)
+from tpu_experiments.tasks.convert.table import Draft, Key, Tool, as_number, equal, idle, missing, without_equal
 from tpu_experiments.tasks.convert.training_settings import (
     BATCH,
     DEFAULTS,
     KEYS,
     MAIN,
+    OF_DEVICES,
+    OF_LOGGERS,
+    OF_OTHER_METHODS,
     OF_PEFT,
-    is_on,
     set_batch,
     set_intervals,
     set_length,
@@ -21,17 +31,19 @@ from tpu_experiments.tasks.convert.training_settings import (
     set_model,
     set_number,
     set_optimizer,
+    set_row_length,
     set_schedule,
     set_whole,
     targets_of,
 )
 
-OF_OTHER_METHODS = "there is no such method here"
-OF_DEVICES = "devices are axes of `sharding.mesh`"
 OF_SERVERS = "`rollout=vllm rollout.url=` asks a server; by default the devices of the training write"
 OF_SAMPLING = "an answer is drawn from all tokens, by the temperature alone"
 RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6, "rloo": 1e-6}
 """Learning rates of the commands where none is given."""
+BETAS = {"dpo": 0.1, "kto": 0.1, "grpo": 0.0, "rloo": 0.05}
+SAMPLES = {"grpo": 8, "rloo": 2}
+"""The same of `beta` and `num_generations`."""
 SPECIAL = {
     "per_device_train_batch_size": equal("trainer.global_batch_rows, rollout.prompts, rollout.updates", BATCH),
     "gradient_accumulation_steps": equal("trainer.global_batch_rows, rollout.prompts, rollout.updates", BATCH),
@@ -52,7 +64,7 @@ KEYS_OF_TRL: dict[str, Key] = {
     "lora_alpha": equal("lora.alpha"),
     "lora_dropout": equal("lora.dropout", "0 where `disable_dropout` is on, as by default of dpo, kto and reward"),
     "lora_target_modules": equal("lora.targets", "without it those that PEFT takes for the architecture"),
-    "lora_target_parameters": missing("experts of one tensor have no adapter by name; `lora.targets` names Linears"),
+    "lora_target_parameters": equal("lora.target_parameters", "beside the modules"),
     "lora_modules_to_save": equal("lora.modules_to_save"),
     "lora_task_type": idle("the objective says it"),
     "use_rslora": equal("lora.scaling"),
@@ -69,7 +81,7 @@ KEYS_OF_TRL: dict[str, Key] = {
     "dataset_train_split": equal("data.NAME.hub_split"),
     "dataset_test_split": equal("data.NAME.eval_split", "with an `eval_strategy`"),
     "dataset_streaming": idle("data is prepared once"),
-    "datasets": equal("data", "`path`, `name`, `data_files`, `split`"),
+    "datasets": equal("data", "`path`, `name`, `split` and one of `data_files`"),
     "streaming": idle("data is prepared once"),
     "test_split_size": equal("data.NAME.eval_fraction"),
     "dataset_num_proc": idle("`prepare.workers`"),
@@ -179,7 +191,7 @@ KEYS_OF_TRL: dict[str, Key] = {
     "accelerate_config": idle(OF_DEVICES),
     "config_file": idle(OF_DEVICES),
     "env": idle("variables of the environment are not set"),
-    "trackio_space_id": idle("`logger=` has console, jsonl, TensorBoard and W&B"),
+    "trackio_space_id": idle(OF_LOGGERS),
 }
 DEFAULTS_OF_TRL: dict[str, Any] = {
     **DEFAULTS,
@@ -206,6 +218,7 @@ DEFAULTS_OF_TRL: dict[str, Any] = {
     "temperature": 1.0,
     "epsilon": 0.2,
     "importance_sampling_level": "token",
+    "scale_rewards": "group",
     "vllm_importance_sampling_clip_max": 3.0,
     "reward_weights": None,
 }
@@ -221,6 +234,9 @@ def convert(draft: Draft) -> None:
             f"commands here are {', '.join(f'trl {each}' for each in COMMANDS)}, not {draft.trainer or 'none'}",
         )
         return
+    own: dict[str, dict[str, Any]] = {"learning_rate": RATES, "beta": BETAS, "num_generations": SAMPLES}
+    draft.defaults = {key: values[draft.trainer] for key, values in own.items() if draft.trainer in values}
+    draft.refuse_nulls()
     architecture = set_model(draft, key="model_name_or_path")
     if (revision := draft.value("model_revision")) not in (None, "main"):
         draft.set("model.revision", str(revision), of="model_revision")
@@ -228,7 +244,6 @@ def convert(draft: Draft) -> None:
     _dtype(draft)
     _data(draft)
     {"sft": _sft, "dpo": _dpo, "kto": _kto, "reward": _reward}.get(draft.trainer, _policy)(draft)
-    draft.given.setdefault("learning_rate", RATES[draft.trainer])
     set_optimizer(draft)
     set_schedule(draft)
     set_length(draft)
@@ -242,25 +257,25 @@ def convert(draft: Draft) -> None:
 
 def _dtype(draft: Draft) -> None:
     """Set the data type of the arithmetic: bfloat16, unless it is refused there."""
-    if is_on(draft.value("fp16")):
+    if draft.flag("fp16"):
         draft.set("model.dtype", "float16", of="fp16")
-    elif draft.is_given("bf16") and not is_on(draft.value("bf16")):
+    elif draft.is_given("bf16") and not draft.flag("bf16"):
         draft.set("model.dtype", "float32", of="bf16")
     else:
         draft.set("model.dtype", "bfloat16", of="bf16")
 
 
 def _adapter(draft: Draft, architecture: str | None) -> None:
-    is_adapted = is_on(draft.value("use_peft"))
+    is_adapted = draft.flag("use_peft")
     draft.choose("lora", "all_linear_r16" if is_adapted else "none", of="use_peft")
     if not is_adapted:
         return
     set_whole(draft, "lora_r", "lora.r")
     set_number(draft, "lora_alpha", "lora.alpha", above=0.0)
-    without = draft.value("disable_dropout")
-    is_off = draft.trainer in ("dpo", "kto", "reward") if without is None else is_on(without)
+    is_said = draft.is_given("disable_dropout")
+    is_off = draft.flag("disable_dropout") if is_said else draft.trainer in ("dpo", "kto", "reward")
     if is_off and draft.trainer != "sft":
-        draft.set("lora.dropout", 0.0, of="disable_dropout" if without is not None else "use_peft")
+        draft.set("lora.dropout", 0.0, of="disable_dropout" if is_said else "use_peft")
         if draft.is_given("lora_dropout"):
             draft.value("lora_dropout")
             draft.note("lora_dropout", "there is none: disable_dropout is on, which is TRL's default of this command")
@@ -275,18 +290,20 @@ def _adapter(draft: Draft, architecture: str | None) -> None:
     else:
         only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
         draft.set("lora.targets", targets_of(draft, only, key="lora_target_modules"), of="lora_target_modules")
-    if saved := draft.value("lora_modules_to_save"):
-        draft.set("lora.modules_to_save", saved if isinstance(saved, list) else [saved], of="lora_modules_to_save")
-    if is_on(draft.value("use_rslora")):
+    if saved := draft.listed("lora_modules_to_save"):
+        draft.set("lora.modules_to_save", saved, of="lora_modules_to_save")
+    if parameters := draft.listed("lora_target_parameters"):
+        draft.set("lora.target_parameters", parameters, of="lora_target_parameters")
+    if draft.flag("use_rslora"):
         draft.set("lora.scaling", "alpha_over_sqrt_r", of="use_rslora")
-    if is_on(draft.value("use_dora")):
+    if draft.flag("use_dora"):
         draft.set("lora.dora", True, of="use_dora")
-    if is_on(draft.value("load_in_4bit")):
+    if draft.flag("load_in_4bit"):
         if draft.value("bnb_4bit_quant_type") != "nf4":
             draft.refuse("bnb_4bit_quant_type", "4 bits here are nf4")
         draft.set("model.base", "nf4", of="load_in_4bit")
-        draft.set("model.base_double_quant", is_on(draft.value("use_bnb_nested_quant")), of="use_bnb_nested_quant")
-    elif is_on(draft.value("load_in_8bit")):
+        draft.set("model.base_double_quant", draft.flag("use_bnb_nested_quant"), of="use_bnb_nested_quant")
+    elif draft.flag("load_in_8bit"):
         draft.set("model.base", "int8", of="load_in_8bit")
         draft.note("load_in_8bit", "int8 here has a scale by output feature and rounds no inputs")
 
@@ -298,27 +315,24 @@ def _data(draft: Draft) -> None:
     entries = draft.listed("datasets")
     if entries:
         for entry in entries:
-            if (
-                not isinstance(entry, Mapping)
-                or set(entry) - {"path", "name", "split", "data_files"}
-                or "path" not in entry
-            ):
-                draft.refuse("datasets", "an entry has path, name, split and one of data_files here")
+            if not isinstance(entry, Mapping):
+                draft.refuse("datasets", "an entry is no mapping")
                 continue
-            path = str(entry.get("data_files") or entry["path"])
-            _source(draft, path, entry.get("name"), entry.get("split"), of="datasets")
+            for key, why in without_equal(entry, OF_SOURCES, tool=draft.tool.name):
+                draft.refuse(f"datasets.{key}", why)
+            name, split = (text_in(draft, entry, key, of="datasets") for key in ("name", "split"))
+            if (path := path_of(draft, entry, of="datasets")) is not None:
+                _source(draft, path, name, split, of="datasets")
     elif draft.value("dataset_name") is not None:
         path, name = str(draft.value("dataset_name")), draft.value("dataset_config")
-        _source(draft, path, name, draft.value("dataset_train_split"), of="dataset_name")
+        _source(draft, resolved(draft, path), name, draft.value("dataset_train_split"), of="dataset_name")
         if str(draft.value("eval_strategy")).lower() not in ("no", "false", "none"):
             test = str(draft.value("dataset_test_split"))
             for source in names_of_sources(draft):
                 draft.set(f"data.{source}.eval_split", test, of="dataset_test_split")
     else:
         draft.refuse("dataset_name", "there is none")
-    if (share := draft.number("test_split_size")) is not None:
-        for source in names_of_sources(draft):
-            draft.set(f"data.{source}.eval_fraction", share, of="test_split_size")
+    hold_out(draft, key="test_split_size")
     template = draft.value("chat_template_path")
     if template is not None:
         if re.search(r"\.(jinja2?|j2)$", str(template)):
@@ -354,9 +368,19 @@ def _source(draft: Draft, path: str, name: Any, split: Any, *, of: str) -> None:
         field = draft.value("dataset_text_field")
         if form == "text" and field != "text":
             values["fields"] = {"text": str(field)}
-    add_source(draft, resolved(draft, path), values, of=of)
+    add_source(draft, path, values, of=of)
 
 
+OF_SOURCES = {
+    "path": equal("data.NAME.path"),
+    "name": equal("data.NAME.hub_config"),
+    "split": equal("data.NAME.hub_split"),
+    "data_files": equal("data.NAME.path", "one file"),
+    "data_dir": missing("name the file (data.NAME.path)"),
+    "columns": missing("fields are those of the format, by data.NAME.fields"),
+    "fraction": missing("weights of sources mix them (data.NAME.weight)"),
+}
+"""Keys of an entry of `datasets`."""
 SFT_FORMATS = ("text", "messages", "prompt_completion")
 """Formats of rows that `trl sft` tells apart by their columns."""
 
@@ -368,17 +392,17 @@ def _sft(draft: Draft) -> None:
     draft.groups["objective"] = "next_token"
     if draft.value("loss_type") not in (None, "nll"):
         draft.refuse("loss_type", "the loss of a token is -log p")
-    completion, assistant = draft.value("completion_only_loss"), is_on(draft.value("assistant_only_loss"))
+    completion, assistant = draft.flag("completion_only_loss"), draft.flag("assistant_only_loss")
     form = draft.row_format
     if form == "messages":
         learn, of = ("answers", "assistant_only_loss") if assistant else ("all", "assistant_only_loss")
     else:
-        is_all = form == "prompt_completion" and completion is not None and not is_on(completion)
+        is_all = form == "prompt_completion" and draft.is_given("completion_only_loss") and not completion
         learn, of = ("all" if is_all else "answers"), "completion_only_loss"
     draft.set(f"{MAIN}.learn", learn, of=of)
     length = "max_seq_length" if draft.is_given("max_seq_length") else "max_length"
-    set_whole(draft, length, "trainer.seq_len", at_least=8)
-    is_packed, strategy = is_on(draft.value("packing")), str(draft.value("packing_strategy"))
+    set_row_length(draft, key=length, is_paired=False)
+    is_packed, strategy = draft.flag("packing"), str(draft.value("packing_strategy"))
     draft.set("prepare.packing", "best_fit" if is_packed else "pad", of="packing")
     if is_packed and strategy not in ("bfd", "bfd_split", "bfd-requeue"):
         draft.refuse("packing_strategy", "documents are not cut and joined to full rows here; use bfd or bfd_split")
@@ -393,32 +417,24 @@ def _sft(draft: Draft) -> None:
 def _pairs_of_rows(draft: Draft) -> None:
     draft.set("prepare.packing", "pad", of="max_length")
     draft.set("prepare.long_documents", "truncate", of="max_length")
-    length = draft.number("max_length")
-    if length is None or length < 8:
-        draft.refuse("max_length", "a row has a length")
-        return
-    is_single = draft.trainer == "kto"
-    draft.set("trainer.seq_len", int(length) * (1 if is_single else 2), of="max_length")
-    if not is_single:
-        draft.note("max_length", "a row has both answers of a pair, each with its prompt, and so twice the tokens")
+    set_row_length(draft, key="max_length", is_paired=draft.trainer != "kto")
     draft.note("max_length", "what is too long loses the beginning of its prompt, and there the end of its answer")
 
 
 def _dpo(draft: Draft) -> None:
     losses = draft.listed("loss_type") or ["sigmoid"]
-    weights = draft.value("loss_weights") or [1.0] * len(losses)
-    weights = weights if isinstance(weights, list) else [weights]
+    weights = _weights(draft, "loss_weights", count=len(losses))
     main = str(losses[0])
     draft.choose("objective", "ipo" if main == "ipo" else "dpo", of="loss_type")
-    draft.set("objective.beta", draft.number("beta") or 0.1, of="beta")
+    set_number(draft, "beta", "objective.beta", above=0.0)
     if main not in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"):
         draft.refuse(
             "loss_type", "losses of pairs here are sigmoid, hinge, ipo, robust and sigmoid_norm, and sft beside one"
         )
         return
     draft.set("objective.loss", main, of="loss_type")
-    if len(losses) == 2 and losses[1] == "sft" and as_number(weights[0]) == 1.0:
-        draft.set("objective.sft_weight", as_number(weights[1]), of=("loss_type", "loss_weights"))
+    if len(losses) == 2 and losses[1] == "sft" and weights[0] == 1.0:
+        draft.set("objective.sft_weight", weights[1], of=("loss_type", "loss_weights"))
     elif len(losses) > 1:
         draft.refuse("loss_type", "a pair has one loss here, of weight 1, and sft beside it")
     set_number(draft, "label_smoothing", "objective.label_smoothing")
@@ -429,7 +445,7 @@ def _kto(draft: Draft) -> None:
     draft.choose("objective", "kto", of="loss_type")
     if draft.value("loss_type") not in (None, "kto"):
         draft.refuse("loss_type", "the loss of single answers is kto's")
-    draft.set("objective.beta", draft.number("beta") or 0.1, of="beta")
+    set_number(draft, "beta", "objective.beta", above=0.0)
     set_number(draft, "desirable_weight", "objective.desirable_weight", above=0.0)
     set_number(draft, "undesirable_weight", "objective.undesirable_weight", above=0.0)
     _pairs_of_rows(draft)
@@ -442,6 +458,16 @@ def _reward(draft: Draft) -> None:
     _pairs_of_rows(draft)
 
 
+def _weights(draft: Draft, key: str, *, count: int) -> list[float]:
+    """Return the weights of several losses or rewards: 1 where none are given, and where they are refused."""
+    value = draft.value(key)
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    found = [number for each in given if (number := as_number(each)) is not None]
+    if value is not None and len(found) != count:
+        draft.refuse(key, f"{len(found)} numbers for {count}; each has a weight")
+    return found if len(found) == count else [1.0] * count
+
+
 LOSSES = {"grpo": "grpo", "bnpo": "bnpo", "dr_grpo": "dr_grpo", "dapo": "dapo"}
 SCALES = {"true": "group", "group": "group", "batch": "batch", "false": "none", "none": "none"}
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -451,22 +477,20 @@ OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 def _policy(draft: Draft) -> None:
     command = draft.trainer
     draft.groups["objective"] = command
-    samples = draft.number("num_generations") or (8 if command == "grpo" else 2)
-    draft.set("rollout.samples", int(samples), of="num_generations")
+    set_whole(draft, "num_generations", "rollout.samples")
     if command == "grpo":
         loss = str(draft.value("loss_type") or "dapo")
         if loss not in LOSSES:
             draft.refuse("loss_type", f"losses of answers here are {', '.join(LOSSES)}")
         draft.set("objective.loss", LOSSES.get(loss, "dapo"), of="loss_type")
-        scale = SCALES.get(str(draft.value("scale_rewards") or "group").lower())
+        scale = SCALES.get(str(draft.value("scale_rewards")).lower())
         if scale is None:
             draft.refuse("scale_rewards", "rewards are scaled by group, batch or none")
         draft.set("objective.scale", scale or "group", of="scale_rewards")
         draft.set("objective.ratio", str(draft.value("importance_sampling_level")), of="importance_sampling_level")
-    elif is_on(draft.value("normalize_advantages")):
+    elif draft.flag("normalize_advantages"):
         draft.set("objective.scale", "batch", of="normalize_advantages")
-    beta = draft.number("beta")
-    draft.set("objective.beta", (0.0 if command == "grpo" else 0.05) if beta is None else beta, of="beta")
+    set_number(draft, "beta", "objective.beta")
     set_number(draft, "epsilon", "objective.epsilon")
     if (high := draft.number("epsilon_high")) is not None:
         draft.set("objective.epsilon_high", high, of="epsilon_high")
@@ -474,54 +498,60 @@ def _policy(draft: Draft) -> None:
     set_number(draft, "temperature", "rollout.temperature", above=0.0)
     set_whole(draft, "max_completion_length", "rollout.max_new_tokens")
     set_whole(draft, "max_prompt_length", "rollout.max_prompt_tokens")
-    if is_on(draft.value("mask_truncated_completions")):
+    if draft.flag("mask_truncated_completions"):
         draft.set("rollout.masks_cut", True, of="mask_truncated_completions")
     if draft.number("num_iterations") != 1:
         draft.refuse("num_iterations", "a row is in one step")
-    _rollout(draft, samples=int(samples))
+    _rollout(draft)
     _rewards(draft)
 
 
-def _rollout(draft: Draft, *, samples: int) -> None:
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+
+
+def _rollout(draft: Draft) -> None:
     """Set prompts and updates of an iteration."""
-    micro = draft.number("per_device_train_batch_size") or 8
-    accumulation = draft.number("gradient_accumulation_steps") or 1
-    step = int(micro * accumulation) * draft.devices
-    steps = draft.number("steps_per_generation") or accumulation
-    answers = int(draft.number("generation_batch_size") or micro * steps * draft.devices)
-    if min(step, answers, samples) < 1 or answers % samples or answers % step:
+    counts = {key: draft.number(key) for key in (*COUNTS, "num_generations")}
+    odd = [key for key, value in counts.items() if value is not None and (value < 1 or value != int(value))]
+    for key in odd:
+        draft.refuse(key, "it is no whole number from 1")
+    micro, accumulation, more, answers, samples = (None if each is None else int(each) for each in counts.values())
+    if odd or micro is None or accumulation is None or samples is None:
+        return
+    step = micro * accumulation * draft.devices
+    answers = answers or micro * (more or accumulation) * draft.devices
+    if answers % samples or answers % step:
         draft.refuse(
             "num_generations",
             f"the {answers} answers of an iteration are no multiple of {samples} answers to a prompt, or of the {step} "
             "of a step",
         )
         return
-    of = [key for key in ("per_device_train_batch_size", "gradient_accumulation_steps") if draft.is_given(key)]
-    more = [key for key in ("steps_per_generation", "generation_batch_size") if draft.is_given(key)]
-    draft.set("rollout.prompts", answers // samples, of=[*of, *more])
-    draft.set("rollout.updates", answers // step, of=[*of, *more])
+    of = [key for key in COUNTS if draft.is_given(key)]
+    draft.set("rollout.prompts", answers // samples, of=of)
+    draft.set("rollout.updates", answers // step, of=of)
 
 
 def _rewards(draft: Draft) -> None:
-    names = draft.value("reward_funcs")
-    names = names if isinstance(names, list) else [names] if names else []
-    weights = draft.value("reward_weights") or [1.0] * len(names)
-    weights = weights if isinstance(weights, list) else [weights]
+    names = draft.listed("reward_funcs")
+    weights = _weights(draft, "reward_weights", count=len(names))
     if not names:
         draft.refuse("reward_funcs", "there is none, and answers are learnt by what they are worth")
         return
-    for name, weight in zip(names, weights, strict=False):
+    for name, weight in zip(names, weights, strict=True):
         full = f"trl.rewards.{name}" if name in OF_TRL else str(name)
-        if "." not in full:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", full):
             draft.refuse("reward_funcs", f"{name} is no function of a module; write package.module.name")
             continue
         if name in OF_TRL and importlib.util.find_spec("trl") is None:
             draft.note("reward_funcs", f"{full} needs TRL, which is not installed here")
         short = full.rpartition(".")[2]
+        if f"rollout.rewards.{short}.function" in draft.settings:
+            draft.refuse("reward_funcs", f"two are called {short}, and rollout.rewards has one of a name")
         draft.set(f"rollout.rewards.{short}.function", full, of="reward_funcs")
         draft.set(
             f"rollout.rewards.{short}.weight",
-            as_number(weight),
+            weight,
             of="reward_weights" if draft.is_given("reward_weights") else "reward_funcs",
         )
         draft.set(f"rollout.rewards.{short}.gives_messages", True, of="reward_funcs")
