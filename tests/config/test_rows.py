@@ -12,7 +12,6 @@ from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import (
     LANES,
-    MICRO_TOKENS,
     Costs,
     Lengths,
     fitting_rows,
@@ -40,7 +39,7 @@ def test_every_pair_is_a_fine_tune_that_its_user_would_defend(model, data):
             assert rows.seq_len % LANES == 0
             assert rows.seq_len <= min(config.model.row_tokens, config.model.arch["max_position_embeddings"])
             assert measured is None or rows.seq_len >= min(measured[0], config.model.row_tokens)
-            assert rows.micro_rows * rows.seq_len <= MICRO_TOKENS or rows.micro_rows == 1
+            assert rows.micro_rows * rows.seq_len <= config.model.micro_tokens or rows.micro_rows == 1
             assert tokens <= max(config.model.step_tokens, num_shards(config) * rows.seq_len)
             assert tokens >= 4096 or tokens >= measured[1] // 40
             assert 1 <= stage.epochs <= 3
@@ -77,8 +76,8 @@ def test_what_is_typed_is_taken():
 
 
 def test_a_micro_batch_divides_the_rows_of_a_device():
-    assert [fitting_rows(rows, seq_len=1024) for rows in (1, 6, 7, 8, 12, 16)] == [1, 6, 7, 8, 6, 8]
-    assert fitting_rows(4, seq_len=16_384) == 1
+    assert [fitting_rows(rows, seq_len=1024, at_most=8192) for rows in (1, 6, 7, 8, 12, 16)] == [1, 6, 7, 8, 6, 8]
+    assert fitting_rows(4, seq_len=16_384, at_most=8192) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 7, 58, 183, 1_000, 20_000, 10**6])

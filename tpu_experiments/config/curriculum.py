@@ -105,8 +105,7 @@ def batch_geometry(
 ) -> Geometry:
     """Divide a global batch over the devices, and a device's rows into micro-batches.
 
-    `micro_rows` None chooses the largest micro-batch of up to `MICRO_TOKENS` tokens. `key` names the setting in an
-    error.
+    `micro_rows` None chooses the largest micro-batch of up to `model.micro_tokens`. `key` names the setting in an error.
 
     Raises:
         ConfigError: the batch does not divide by the devices, or a device's rows by the micro-batch.
@@ -120,7 +119,7 @@ def batch_geometry(
         fits = f"{below} or {below + shards}" if below else f"{shards}"
         raise ConfigError(f"{key}={global_rows} is not a multiple of {split_over} (hw={config.hw.name}); use {fits}.")
     per_device = global_rows // shards
-    micro = micro_rows or fitting_rows(per_device, seq_len=seq_len)
+    micro = micro_rows or fitting_rows(per_device, seq_len=seq_len, at_most=config.model.micro_tokens)
     if per_device % micro:
         fits = ", ".join(str(n) for n in range(1, per_device + 1) if per_device % n == 0)
         raise ConfigError(

@@ -15,9 +15,6 @@ OPEN = ("seq_len", "global_batch_rows")
 """Keys of `trainer` whose values may be derived from the data."""
 LANES = 128
 """Lanes of a TPU tile (jax.dev, Pallas TPU details); shorter rows are padded to this length internally."""
-MICRO_TOKENS = 8192
-"""Most tokens of a micro-batch on one device: the recipes in conf/experiment plan with it, and Mistral 7B then takes 8
-to 10 GiB of a chip."""
 SMALL_STEP_TOKENS = 8192
 """Fewest tokens that a step is reduced to for small data: QLoRA's 16 rows of 512 (arXiv 2305.14314, table 9)."""
 STEPS_OF_AN_EPOCH = 40
@@ -69,7 +66,7 @@ def with_lengths(config: Config, measured: Mapping[str, Lengths] | None) -> Conf
     return replace(config, trainer=replace(config.trainer, seq_len=rows.seq_len, global_batch_rows=rows.global_rows))
 
 
-def fitting_rows(per_device: int, *, seq_len: int, at_most: int = MICRO_TOKENS) -> int:
+def fitting_rows(per_device: int, *, seq_len: int, at_most: int) -> int:
     """Return the largest divisor of a device's rows with at most `at_most` tokens, at least 1."""
     return max(n for n in range(1, per_device + 1) if per_device % n == 0 and (n == 1 or n * seq_len <= at_most))
 

@@ -116,6 +116,7 @@ ADDED: dict[str, Any] = {
     "lora.trainable_token_indices": {},
     "model.added_tokens": [],
     "model.vocab_size": None,
+    "model.micro_tokens": 8192,
     "objective.name": "next_token",
     "objective._target_": FIRST,
     "objective.z_loss": 0.0,

@@ -145,6 +145,9 @@ class ModelConfig:
     """Longest row, in tokens, that `trainer.seq_len=auto` chooses for this model."""
     step_tokens: int = number(default=65536, at_least=8, at_most=2**40)
     """Tokens per optimizer step suited to adapters on this model; `trainer.global_batch_rows` takes precedence."""
+    micro_tokens: int = number(default=8192, at_least=8, at_most=2**24)
+    """Most tokens of a micro-batch on one device; `trainer.micro_batch_rows` takes precedence. The recipes plan with
+    8,192, of which Mistral 7B takes 8 to 10 GiB of a chip."""
     lora_targets: list[str] = field(default_factory=lambda: [*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS])
     """Linear modules that the files of `lora` adapt on this model; `lora.targets` takes precedence."""
     arch: dict[str, Any] = field(default_factory=dict)
