@@ -4,6 +4,7 @@ import pytest
 
 from tests.config.composing import composed
 from tests.planning.hlo_programs import computation, cost, counting_loop, module, text
+from tpu_experiments.models.adapters.padded import PADDING
 from tpu_experiments.models.huggingface import config_from_arch
 from tpu_experiments.planning.hlo.flops import dot_flops
 from tpu_experiments.planning.hlo.parts import PARTS, Widths, part_of_product, product_sizes, seconds_by_part, widths_of
@@ -147,6 +148,13 @@ def test_a_projection_multiplied_with_its_adapter_is_a_projection(ranks: int) ->
     """Its own alone, or those of gate and up, of which one meets zeros."""
     assert part_of_product((1, 8192, 14336, 4096 + 16 * ranks), widths=MISTRAL) == "projections"
     assert part_of_product((1, 8192, 4096 + 16 * ranks, 14336), widths=MISTRAL) == "projections"
+
+
+def test_a_weight_padded_to_hold_its_adapter_is_a_projection() -> None:
+    """Columns or rows of models/adapters/padded.py; also of one chip's share."""
+    assert part_of_product((1, 8192, 14336, 4096 + PADDING), widths=MISTRAL) == "projections"
+    assert part_of_product((1, 8192, 4096 + PADDING, 14336), widths=MISTRAL) == "projections"
+    assert part_of_product((1, 8192, 4096 + PADDING + 128, 14336), widths=MISTRAL) == "attention"
 
 
 def test_without_adapters_no_product_is_theirs() -> None:

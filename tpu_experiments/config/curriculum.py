@@ -105,7 +105,8 @@ def batch_geometry(
 ) -> Geometry:
     """Divide a global batch over the devices, and a device's rows into micro-batches.
 
-    `micro_rows` None chooses the largest micro-batch of up to `model.micro_tokens`. `key` names the setting in an error.
+    `micro_rows` None chooses the largest micro-batch of up to `model.micro_tokens`. `key` names the setting in an
+    error.
 
     Raises:
         ConfigError: the batch does not divide by the devices, or a device's rows by the micro-batch.

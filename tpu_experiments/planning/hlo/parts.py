@@ -7,8 +7,8 @@ whatever axes were split or merged, and its elements and FLOPs determine all fou
     collectives  a collective, or a fusion around one without a product
     products     by the product with the most FLOPs in a fusion: {vocabulary, hidden} is `loss`; {rank, an edge of a
                  projection} is `adapters`; the two edges of a projection, one with ranks added where adapters are
-                 multiplied with it, are `projections`; any other, batched ones above all, is `attention` (scores,
-                 values)
+                 multiplied with it, or lanes where its weight is padded to hold one, are `projections`; any other,
+                 batched ones above all, is `attention` (scores, values)
     loss         something produced in it has a dimension of the vocabulary
     optimizer    outside loops, all arrays have as many elements as a trained parameter (or scales of its 8-bit moments)
                  and some result is float32 or a code: norms, clipping, moments, update
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from tpu_experiments.config.defaults import LANES
 from tpu_experiments.config.hardware import ChipConfig
 from tpu_experiments.metrics.flops import read_decoder
 from tpu_experiments.planning.hlo.collectives import KINDS
@@ -68,9 +69,10 @@ class Widths:
         return frozenset[int]().union(*self.edges)
 
     def is_projection(self, first: int, second: int) -> bool:
-        """Return whether two sizes are the edges of a projection, whole or shares, or with ranks added to one."""
+        """Return whether two sizes are the edges of a projection, whole or shares, or with ranks or lanes added."""
         pairs = {(a, b) for a in self.whole(first) for b in self.whole(second)}
-        pairs |= {pair for a, b in set(pairs) for rank in self.ranks for pair in ((a - rank, b), (a, b - rank))}
+        added = {*self.ranks, LANES}
+        pairs |= {pair for a, b in set(pairs) for more in added for pair in ((a - more, b), (a, b - more))}
         return any({a, b} in self.edges for a, b in pairs)
 
     def whole(self, size: int) -> set[int]:
