@@ -64,8 +64,7 @@ def _by_kernel(rule: Rule, segments_BT: Tensor) -> Tensor:
     numbers_BNKXL = torch.stack([*sums, rule.rate_BNT.float().unflatten(2, (-1, LANES))], 3)
     each = (rule.query_BNTD, rule.key_BNTD, rule.value_BNTE)
     query, key, value = (tensor.to(rule.value_BNTE.dtype).transpose(1, 2).flatten(2) for tensor in each)
-    made_BTNE = delta_rule(query, key, value, numbers_BNKXL, segments_BT).unflatten(2, (-1, LANES))
-    return made_BTNE.transpose(1, 2).float()
+    return delta_rule(query, key, value, numbers_BNKXL, segments_BT).float()
 
 
 def with_last_state(rule: Rule, segments_BT: Tensor, *, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class DeltaKernel(Protocol):
     """The rule on one kind of device."""
 
     def forward(self, *given: Tensor) -> Four:
-        """Return the output (B, T, N D), and state, inverse and corrections of each chunk (B, N, K, 128, 128).
+        """Return the output (B, N, T, D), and state, inverse and corrections of each chunk (B, N, K, 128, 128).
 
         Args:
             given: queries, keys and values (B, T, N D) of one data type; numbers of tokens (B, N, K, 3, L), float32:
@@ -109,7 +109,7 @@ def has_delta_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor, segments_BT: Tensor) -> Tensor:
-    """Return the rule's output (B, T, N D), of the inputs of `DeltaKernel.forward`; differentiable."""
+    """Return the rule's output (B, N, T, D), of the inputs of `DeltaKernel.forward`; differentiable."""
     segments_BKL = segments_BT.int().unflatten(1, (-1, LANES))
     before_BK = F.pad(segments_BKL[:, :-1, -1], (1, 0), value=NO_SEGMENT)
     documents = torch.stack([segments_BKL, before_BK[..., None].expand_as(segments_BKL)], 2)
@@ -136,7 +136,8 @@ def _backward(saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor, documents: Tensor) -> Four:
     states, inverses, corrections = (query.new_empty((*numbers.shape[:3], LANES, LANES)) for _ in range(3))
-    return query.new_empty(query.shape), states, inverses, corrections
+    out = query.new_empty((*numbers.shape[:2], query.shape[1], LANES))
+    return out, states, inverses, corrections
 
 
 @_backward.register_fake

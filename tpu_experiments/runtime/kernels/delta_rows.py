@@ -63,7 +63,8 @@ def arguments_of(call: DeltaCall, *, direction: Direction) -> list[Any]:
     numbers = jax.ShapeDtypeStruct((call.rows, call.heads, chunks, 3, LANES), jnp.float32)
     documents = jax.ShapeDtypeStruct((call.rows, chunks, 2, LANES), jnp.int32)
     squares = jax.ShapeDtypeStruct((call.rows, call.heads, chunks, LANES, LANES), flat.dtype)
-    return [flat, flat, flat, numbers, documents] + ([squares] * 3 + [flat] if direction == "backward" else [])
+    out = jax.ShapeDtypeStruct((call.rows, call.heads, call.length, LANES), flat.dtype)
+    return [flat, flat, flat, numbers, documents] + ([squares] * 3 + [out] if direction == "backward" else [])
 
 
 def _on_each_chip(call: DeltaCall, direction: Direction) -> Callable[..., Any]:
@@ -77,8 +78,8 @@ def _on_each_chip(call: DeltaCall, direction: Direction) -> Callable[..., Any]:
     chips = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
     flat, by_head = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
     given = [flat, flat, flat, by_head, PartitionSpec(by_rows)]
-    given += [by_head] * 3 + [flat] if direction == "backward" else []
-    made = (flat, by_head, by_head, by_head) if direction == "forward" else (flat, flat, flat, by_head)
+    given += [by_head] * 4 if direction == "backward" else []
+    made = (by_head, by_head, by_head, by_head) if direction == "forward" else (flat, flat, flat, by_head)
     return jax.shard_map(run, mesh=chips, in_specs=tuple(given), out_specs=made, check_vma=False)
 
 
@@ -93,13 +94,15 @@ def function_of(call: DeltaCall, *, direction: Direction) -> Callable[..., Any]:
     numbers = pl.BlockSpec((None, heads, None, 3, LANES), lambda row, group, chunk: (row, group, at(chunk), 0, 0))
     documents = pl.BlockSpec((None, None, 2, LANES), lambda row, group, chunk: (row, at(chunk), 0, 0))
     square = pl.BlockSpec((None, heads, None, LANES, LANES), lambda row, group, chunk: (row, group, at(chunk), 0, 0))
-    given = [flat, flat, flat, numbers, documents] + ([square] * 3 + [flat] if is_back else [])
-    made = [flat, flat, flat, numbers] if is_back else [flat, square, square, square]
+    first = pl.BlockSpec((None, heads, LANES, LANES), lambda row, group, chunk: (row, group, at(chunk), 0))
+    given = [flat, flat, flat, numbers, documents] + ([square] * 3 + [first] if is_back else [])
+    made = [flat, flat, flat, numbers] if is_back else [first, square, square, square]
 
     def run(*tensors: Any) -> Any:
         rows, num_heads = tensors[3].shape[:2]
         squares = jax.ShapeDtypeStruct((rows, num_heads, chunks, LANES, LANES), tensors[0].dtype)
-        results = tensors[:4] if is_back else [tensors[0], squares, squares, squares]
+        out = jax.ShapeDtypeStruct((rows, num_heads, call.length, LANES), tensors[0].dtype)
+        results = tensors[:4] if is_back else [out, squares, squares, squares]
         shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results]
         count, moved = rows * num_heads * chunks, [*tensors, *shapes]
         return pl.pallas_call(
@@ -180,7 +183,7 @@ def _forward(*refs: Any, heads: int) -> None:
         yield
         corrections[head] = new = _product(rounded, wanted).astype(dtype)
         yield
-        out[:, at] = (_product(scores, new) + read).astype(dtype)
+        out[head] = (_product(scores, new) + read).astype(dtype)
         state[head] = tokens.kept * before + _product(written, new, TN)
 
     _side_by_side(of(head) for head in range(heads))
@@ -206,7 +209,7 @@ def _backward(*refs: Any, heads: int) -> None:
         alike = _product(both, k_low, NT)
         yield
         scores, strict = alike[:LANES] * decay, jnp.where(tokens.below, alike[LANES:] * decay, 0.0)  # strict: A / b
-        before, after, new, grad_out = states[head], dstate[head], corrections[head], grad[:, at]
+        before, after, new, grad_out = states[head], dstate[head], corrections[head], grad[head]
         after_low = after.astype(dtype)
         dnew = _product(scores.astype(dtype), grad_out, TN) + _product((k * until).astype(dtype), after_low)
         dwanted = _product(inverses[head], dnew.astype(dtype), TN)
