@@ -17,8 +17,9 @@ from tpu_experiments.models.parts.contracted import LinearOfHeads
 from tpu_experiments.models.stack.fold import fold
 from tpu_experiments.models.stack.layer_graph import SAVED, in_parts, source_of
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import OF_PRODUCTS, DeltaKernel, install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import GroupedProducts, install_grouped_products
-from tpu_experiments.runtime.kernels.on_xla import _grouped_computation
+from tpu_experiments.runtime.kernels.on_xla import XlaDeltaRule, _delta_computation, _grouped_computation
 from tpu_experiments.runtime.ops import APART, Folding, HostMemory, python_loop
 from tpu_experiments.runtime.stacked import hugging_face_names, is_stack, stacked, unstacked
 
@@ -53,19 +54,24 @@ def gradients_of(make_config):
         host: HostMemory | None = None,
         kernel: Any = None,
         products: GroupedProducts | None = None,
+        delta: DeltaKernel | None = None,
+        tokens: int = 32,
     ) -> tuple[Tensor, dict[str, Tensor], Run]:
         tiny = ("model.size=tiny", "model.dtype=float32", *MODELS[model])
         config = make_config(f"model={model}", *tiny, *(["hw.runtime=eager"] if eager else []), *overrides)
         runtime = EagerRuntime(config.hw) if eager else XlaRuntime(config.hw, sharding=config.sharding)
         install_attention_kernel(kernel)
         install_grouped_products(products)
+        install_delta_kernel(delta)
         if host is not None:
             runtime.folding = replace(runtime.folding, host=host)
         run = Run(config, runtime)
         for name, parameter in run.parameters.items():  # B is zero at the start, and then A has no gradient
             if name.endswith(("lora_B", "lora_embedding_A")):
                 parameter.add_(0.01)
-        batch = runtime.put(random_batch(0, accumulation=2, rows=2, dropout=config.lora.dropout), rows_dim=1)
+        batch = runtime.put(
+            random_batch(0, accumulation=2, rows=2, seq_len=tokens, dropout=config.lora.dropout), rows_dim=1
+        )
 
         def gradients(batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
             return run.step.gradients(run.parameters, batch, torch.ones((), device=runtime.device))
@@ -77,6 +83,7 @@ def gradients_of(make_config):
     yield compute
     install_attention_kernel(None)
     install_grouped_products(None)
+    install_delta_kernel(None)
 
 
 def agree(ours: tuple[Tensor, dict[str, Tensor], Run], plain: tuple[Tensor, dict[str, Tensor], Run]) -> None:
@@ -103,6 +110,19 @@ def test_folded_is_plain(gradients_of, model, lora):
     folded = gradients_of(model, f"lora={lora}")
     assert any(is_stack(name) for name in folded[2].parameters)
     agree(folded, gradients_of(model, f"lora={lora}", eager=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "layer_inputs"])
+def test_folded_layers_with_the_kernel_of_the_gated_delta_rule_are_plain(gradients_of, remat):
+    wide = [f"model.tiny_arch.linear_{part}_head_dim=128" for part in ("key", "value")]
+    job = ("qwen35_08b", "lora=all_linear_r8", f"model.remat={remat}", *wide)
+    _delta_computation.cache_clear()
+    kernel = XlaDeltaRule(mesh=Mesh(), flops=OF_PRODUCTS, target="interpreted")
+    folded = gradients_of(*job, delta=kernel, tokens=256)
+    assert any(is_stack(name) for name in folded[2].parameters)
+    assert _delta_computation.cache_info().misses == 2, "one shape, forward and backward"
+    agree(folded, gradients_of(*job, eager=True, tokens=256))
 
 
 @pytest.mark.parametrize("alpha", ["{q_proj: 4}", "{q_proj: 8}"])

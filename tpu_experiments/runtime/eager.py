@@ -21,6 +21,7 @@ from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.cuda_graphs import GraphProgram, Graphs
 from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import install_grouped_products
 from tpu_experiments.runtime.ops import Constrain, Folding, Loop, python_loop, unconstrained
 from tpu_experiments.runtime.processes.hosts import Hosts
@@ -56,6 +57,7 @@ class EagerRuntime:
         self._profile: torch.profiler.profile | None = None
         install_attention_kernel(None)
         install_grouped_products(None)
+        install_delta_kernel(None)
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)

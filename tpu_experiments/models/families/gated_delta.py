@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from tpu_experiments.config.recurrence import delta_chunk_of
 from tpu_experiments.models.families.chunks import OUTSIDE, in_chunks, sums_of_logs
+from tpu_experiments.runtime.kernels.attention import LANES
+from tpu_experiments.runtime.kernels.delta import delta_rule, has_delta_kernel
 
 EPS = 1e-6
 """Added to the squared length of queries and keys, as in transformers."""
@@ -44,11 +46,25 @@ class Rule:
 def over_rows(rule: Rule, segments_BT: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
     """Return what the rule makes of rows of packed documents, (B, N, T, E) float32.
 
+    A TPU has a kernel (runtime/kernels/delta.py) for heads of 128 features and rows that chunks of 128 tokens divide,
+    whose result is rounded to the data type of the values. All else is computed in the plain operations below.
+
     Args:
         segments_BT: numbers of documents, one after another; padding, 0, is a document of its own.
         chunk_tokens: L, a power of two; None is that of config/recurrence.py.
     """
+    if chunk_tokens is None and has_delta_kernel(rule.query_BNTD, rule.value_BNTE):
+        return _by_kernel(rule, segments_BT)
     return with_last_state(rule, segments_BT, chunk_tokens=chunk_tokens)[0]
+
+
+def _by_kernel(rule: Rule, segments_BT: Tensor) -> Tensor:
+    """Return the result of `over_rows`, of queries, keys and values as the projections write them."""
+    sums = sums_of_logs(rule.log_decay_BNT.float(), size=LANES)
+    numbers_BNKXL = torch.stack([*sums, rule.rate_BNT.float().unflatten(2, (-1, LANES))], 3)
+    each = (rule.query_BNTD, rule.key_BNTD, rule.value_BNTE)
+    query, key, value = (tensor.to(rule.value_BNTE.dtype).transpose(1, 2).flatten(2) for tensor in each)
+    return delta_rule(query, key, value, numbers_BNKXL, segments_BT).float()
 
 
 def with_last_state(rule: Rule, segments_BT: Tensor, *, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:

@@ -216,13 +216,13 @@ def kernel_name(call: Instruction) -> str:
     """Return the Python function that a kernel was built by, for example `_flash_attention_bwd_dq`.
 
     HLO has no name for a kernel; its MLIR (base64 bytecode in `body`) keeps the names of the index maps, which are
-    local to that function. Our own (runtime/kernels/whole_rows.py) have a name there, `attention_forward`.
+    local to that function. Our own (runtime/kernels/) have a name there, `attention_forward`.
     """
     try:
         body = base64.b64decode(call.attribute(r'"body":"([^"]*)"') or "")
     except binascii.Error:
         body = b""
-    named = re.search(rb"\0(attention_\w+ward)\0", body) or re.search(rb"(\w+)\.<locals>\.\w*index_map", body)
+    named = re.search(rb"\0((?:attention|delta)_\w+ward)\0", body) or re.search(rb"(\w+)\.<locals>\.\w*index_map", body)
     return named[1].decode() if named else "tpu_custom_call"
 
 

@@ -1,5 +1,6 @@
-"""The TPU's kernels in torch_xla's graphs, attention and grouped products: lowered by jax once, then embedded.
+"""The TPU's kernels in torch_xla's graphs: attention, grouped products and the gated delta rule.
 
+They are lowered by jax once, then embedded.
 Lowering needs no TPU, so a plan on a CPU and a run on a TPU get the same kernel.
 """
 
@@ -25,6 +26,7 @@ from tpu_experiments.runtime.kernels.attention import (
     holds_rows,
 )
 from tpu_experiments.runtime.kernels.contraction import contraction
+from tpu_experiments.runtime.kernels.delta import DeltaCall, Four, schedule_flops
 from tpu_experiments.runtime.kernels.grouped import (
     GroupedProducts,
     expert_order,
@@ -162,3 +164,46 @@ def _grouped_computation(
     from tpu_experiments.runtime.kernels.megablox import lowered  # imported here as `splash` is
 
     return xb.computation_from_module_proto(f"grouped_{name}", lowered(name, products, settings, shapes))
+
+
+class XlaDeltaRule:
+    """A `DeltaKernel` for tensors of torch_xla, placeholders included.
+
+    Args:
+        mesh: chips that rows and heads are sharded over.
+        flops: of `DeltaCall`.
+        target: `interpreted` runs the kernel's steps as plain XLA, for tests on a CPU.
+    """
+
+    def __init__(self, *, mesh: Mesh, flops: tuple[float, float], target: Target = "tpu") -> None:
+        self.mesh, self.flops, self.target = mesh, flops, target
+
+    def forward(self, *given: Tensor) -> Four:
+        """Return the output, and state, inverse and corrections of each chunk."""
+        return self._embedded("forward", given)
+
+    def backward(self, *saved: Tensor) -> Four:
+        """Return the gradients of queries, keys, values and numbers."""
+        return self._embedded("backward", saved)
+
+    def _embedded(self, direction: Direction, given: tuple[Tensor, ...]) -> Four:
+        query, numbers = given[0], given[3]
+        dtype = str(query.dtype).removeprefix("torch.")
+        call = DeltaCall(query.shape[0], numbers.shape[1], query.shape[1], dtype, self.mesh, self.flops, self.target)
+        computation = _delta_computation(call, direction)
+        one, two, three, four = torch_xla._XLAC._xla_user_computation(f"xla::delta_{direction}", given, computation)
+        return one, two, three, four
+
+
+def delta_rule_for(hw: HwConfig, *, mesh: Mesh, device: str) -> XlaDeltaRule | None:
+    """Return the kernel of programs for `device` (`tpu`, in either case); None for every other device."""
+    if device.lower() != "tpu":
+        return None
+    return XlaDeltaRule(mesh=mesh if hw.parallel == "spmd" else Mesh(), flops=schedule_flops(hw))
+
+
+@functools.cache
+def _delta_computation(call: DeltaCall, direction: Direction) -> object:
+    from tpu_experiments.runtime.kernels.delta_rows import lowered  # imported here as `splash` is
+
+    return xb.computation_from_module_proto(f"delta_{direction}", lowered(call, direction=direction))

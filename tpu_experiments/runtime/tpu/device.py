@@ -41,6 +41,7 @@ from tpu_experiments.runtime.base import (
 from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.feed import Prefetcher
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import install_grouped_products
 from tpu_experiments.runtime.kernels.on_torchtpu import LaterAttention
 from tpu_experiments.runtime.ops import Folding
@@ -98,6 +99,7 @@ class TorchTpuRuntime:
         self.count = Counters(cache=self.cache)
         install_attention_kernel(LaterAttention() if hw.device == "tpu" else None)
         install_grouped_products(None)
+        install_delta_kernel(None)
 
     def seed(self, value: int) -> None: ...
 

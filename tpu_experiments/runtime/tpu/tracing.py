@@ -28,6 +28,7 @@ from tpu_experiments.config.mesh import Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.base import flattened
 from tpu_experiments.runtime.kernels.attention import MAX_BLOCK, holds_rows, install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import install_grouped_products
 from tpu_experiments.runtime.kernels.on_torchtpu import (
     NAMES,
@@ -107,6 +108,7 @@ class TracingRuntime(DevicelessRuntime):
         self.table = ShardingTable(sharding, mesh=self.mesh) if hw.parallel == "spmd" else None
         install_attention_kernel(LaterAttention() if hw.device == "tpu" else None)
         install_grouped_products(None)
+        install_delta_kernel(None)
         self.target = Target.of(hw, mesh=self.mesh)
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else 1

@@ -29,8 +29,9 @@ from tpu_experiments.runtime.base import Batch, Counters, Held, Info, Out, Progr
 from tpu_experiments.runtime.boxes import Box
 from tpu_experiments.runtime.feed import Dealer
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import install_grouped_products
-from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for, grouped_products_for
+from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for, delta_rule_for, grouped_products_for
 from tpu_experiments.runtime.ops import Folding
 from tpu_experiments.runtime.processes import hosts
 from tpu_experiments.runtime.sharding import ShardingTable, batch_axes
@@ -79,6 +80,7 @@ class XlaRuntime:
             self.mesh = xla_mesh(mesh)
         install_attention_kernel(attention_kernel_for(hw, mesh=mesh, device=xr.device_type()))
         install_grouped_products(grouped_products_for(hw, mesh=mesh, device=xr.device_type()))
+        install_delta_kernel(delta_rule_for(hw, mesh=mesh, device=xr.device_type()))
         self.num_devices = found
         # With spmd torch_xla 2.9.0 knows one virtual device, and raises an error where its memory is asked for.
         self._has_memory = xr.device_type() == "TPU" and self.mesh is None

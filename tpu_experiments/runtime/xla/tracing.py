@@ -21,8 +21,9 @@ from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import Axes, Mesh, mesh_of
 from tpu_experiments.config.model_schema import ShardingConfig
 from tpu_experiments.runtime.kernels.attention import install_attention_kernel
+from tpu_experiments.runtime.kernels.delta import install_delta_kernel
 from tpu_experiments.runtime.kernels.grouped import install_grouped_products
-from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for, grouped_products_for
+from tpu_experiments.runtime.kernels.on_xla import attention_kernel_for, delta_rule_for, grouped_products_for
 from tpu_experiments.runtime.lowered import (
     BATCH,
     Argument,
@@ -51,6 +52,7 @@ class TracingRuntime(DevicelessRuntime):
         self.mesh = mesh_of(hw, sharding)
         install_attention_kernel(attention_kernel_for(hw, mesh=self.mesh, device=hw.device))
         install_grouped_products(grouped_products_for(hw, mesh=self.mesh, device=hw.device))
+        install_delta_kernel(delta_rule_for(hw, mesh=self.mesh, device=hw.device))
         self.num_devices = hw.num_devices
         self.rank, self.world_size = 0, hw.num_devices if hw.parallel == "spawn" else hw.num_hosts
         self.share = 0, hw.num_devices if hw.parallel == "spawn" else 1
