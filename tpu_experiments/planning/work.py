@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tpu_experiments.config.defaults import LANES
 from tpu_experiments.config.model_schema import LoraConfig, is_in_layer, lora_of
 from tpu_experiments.config.recurrence import chunk_of, delta_chunk_of
 from tpu_experiments.config.schema import STATE_BYTES, AdamWConfig
@@ -277,7 +278,8 @@ def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
         kept = 4.0 * decoder.hidden + 2 * decoder.num_heads * decoder.query_dim + 6 * values + 4 * decoder.intermediate
         return kept + 5 * decoder.num_heads * chunk + states
     if isinstance(decoder, DeltaHybrid):
-        return max(_saved_by_delta(decoder, seq_len=seq_len), _saved_by_attention(decoder, seq_len, attention))
+        of_delta = _saved_by_delta(decoder, seq_len=seq_len, has_kernels=attention == "flash")
+        return max(of_delta, _saved_by_attention(decoder, seq_len, attention))
     return _saved_by_attention(decoder, seq_len, attention)
 
 
@@ -294,16 +296,20 @@ def _saved_by_name(decoder: Decoder, names: Collection[str], *, lora: LoraConfig
     return found
 
 
-def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int) -> float:
+def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int, has_kernels: bool) -> float:
     """Return the elements per token that the backward pass of one layer of Gated DeltaNet reads.
 
-    In float32, which counts twice: queries, keys and values before and behind the convolution and in the rule, the
-    corrections and what they read of the state, decays, scores and the matrices of the rounds, and states of chunks.
+    The rule's kernel (runtime/kernels/delta.py) keeps its inputs, and three square matrices a chunk. Plain operations
+    keep, in float32, which counts twice: queries, keys and values before and behind the convolution and in the rule,
+    the corrections and what they read of the state, decays, scores and the inverse, and states of chunks.
     """
     chunk, values = delta_chunk_of(seq_len), decoder.value_heads * decoder.value_width
     keys = decoder.value_heads * decoder.key_width
-    rule = 2.0 * (4 * keys + 6 * values + decoder.value_heads * chunk * (4 + 2 * chunk.bit_length()))
-    states = 6.0 * keys * decoder.value_width / chunk
+    if has_kernels and {decoder.key_width, decoder.value_width, chunk} == {LANES} and seq_len % LANES == 0:
+        rule, states = 2.0 * keys + values, 3.0 * decoder.value_heads * LANES
+    else:
+        rule = 2.0 * (4 * keys + 6 * values + 6 * decoder.value_heads * chunk)
+        states = 6.0 * keys * decoder.value_width / chunk
     return 4.0 * decoder.hidden + 4 * decoder.channels + 2 * values + rule + states + 4 * decoder.intermediate
 
 
