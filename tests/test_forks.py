@@ -21,6 +21,15 @@ ENDINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the tests' beginning: another test of the same process may have left a variable."""
+    for name in os.environ.keys() - forks.ENVIRONMENT.keys():
+        monkeypatch.delenv(name)
+    for name, value in forks.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_it_ends_as_a_process_from_a_shell(ending: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
