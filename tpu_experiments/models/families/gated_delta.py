@@ -25,10 +25,7 @@ from torch.autograd.function import once_differentiable
 from tpu_experiments.config.recurrence import delta_chunk_of
 from tpu_experiments.models.families.chunks import OUTSIDE, in_chunks, sums_of_logs
 from tpu_experiments.runtime.kernels.attention import LANES
-from tpu_experiments.runtime.kernels.delta import delta_rule, has_delta_kernel
-
-EPS = 1e-6
-"""Added to the squared length of queries and keys, as in transformers."""
+from tpu_experiments.runtime.kernels.delta import EPS, delta_rule, has_delta_kernel
 
 
 @dataclass(frozen=True)

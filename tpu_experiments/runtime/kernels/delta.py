@@ -16,6 +16,8 @@ from tpu_experiments.runtime.kernels.attention import LANES, Target
 MAX_HEADS = 8
 """Most heads of a step of the kernels: their products are computed side by side. With 4 forward takes 1.46 times the
 cycles on a v6e, with 16 0.83, and twice as long to compile."""
+EPS = 1e-6
+"""Added to the squared length of queries and keys, as in transformers."""
 OF_PRODUCTS = (19 * 2.0 * LANES**3, 16 * 2.0 * LANES**3)
 """FLOPs of the products themselves."""
 CYCLES = {"v6e": (807, 1149), "v5e": (1165, 1522)}

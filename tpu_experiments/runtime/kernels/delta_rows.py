@@ -31,16 +31,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tpu_experiments.runtime.kernels.attention import LANES, SUBLANES, Direction
-from tpu_experiments.runtime.kernels.delta import DeltaCall
-from tpu_experiments.runtime.patches import mosaic_for_libtpu, require_versions
+from tpu_experiments.runtime.kernels.delta import EPS, DeltaCall
+from tpu_experiments.runtime.kernels.lowering import hlo_of, on_each_chip
+from tpu_experiments.runtime.patches import require_versions
 
 require_versions("jax")
 jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
-EPS = 1e-6
-"""As in models/families/gated_delta.py."""
 SCALE = LANES**-0.5
 NN, NT, TN = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 """Dimension numbers of a product with a matrix, with a transposed one, and of a transposed one."""
@@ -48,12 +47,8 @@ NN, NT, TN = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ())), (((0,), (0,)), 
 
 def lowered(call: DeltaCall, *, direction: Direction) -> bytes:
     """Return the serialised HloModuleProto of `DeltaKernel.forward` or `backward` over the call's chips."""
-    jax.config.update("jax_use_shardy_partitioner", False)
     run = _on_each_chip(call, direction)
-    with mosaic_for_libtpu():
-        traced = jax.jit(run, keep_unused=True).trace(*arguments_of(call, direction=direction))
-        module = traced.lower(lowering_platforms=("tpu" if call.target == "tpu" else "cpu",)).compiler_ir("hlo")
-    return bytes(module.as_serialized_hlo_module_proto())
+    return hlo_of(run, arguments_of(call, direction=direction), target=call.target)
 
 
 def arguments_of(call: DeltaCall, *, direction: Direction) -> list[Any]:
@@ -68,19 +63,15 @@ def arguments_of(call: DeltaCall, *, direction: Direction) -> list[Any]:
 
 
 def _on_each_chip(call: DeltaCall, direction: Direction) -> Callable[..., Any]:
-    """Wrap a kernel in a shard_map over rows and heads; XLA's partitioner cannot shard it."""
-    run, mesh = function_of(call, direction=direction), call.mesh
-    if mesh.num_devices == 1:
-        return run
+    """Return a kernel over rows and heads of all chips."""
     by_rows = "fsdp" if call.row_shards > 1 else None
     by_heads = "tensor" if call.head_shards > 1 else None
-    sizes = (mesh.num_shards, mesh.tensor) if mesh.tensor > 1 else (mesh.num_shards,)
-    chips = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
     flat, by_head = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
     given = [flat, flat, flat, by_head, PartitionSpec(by_rows)]
     given += [by_head] * 4 if direction == "backward" else []
     made = (by_head, by_head, by_head, by_head) if direction == "forward" else (flat, flat, flat, by_head)
-    return jax.shard_map(run, mesh=chips, in_specs=tuple(given), out_specs=made, check_vma=False)
+    run, mesh = function_of(call, direction=direction), call.mesh
+    return on_each_chip(run, shards=mesh.num_shards, tensor=mesh.tensor, given=tuple(given), made=made)
 
 
 def function_of(call: DeltaCall, *, direction: Direction) -> Callable[..., Any]:

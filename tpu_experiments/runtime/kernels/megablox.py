@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tpu_experiments.runtime.kernels.attention import LANES
 from tpu_experiments.runtime.kernels.grouped import GroupedProducts
-from tpu_experiments.runtime.patches import mosaic_for_libtpu, require_versions
+from tpu_experiments.runtime.kernels.lowering import hlo_of, on_each_chip
+from tpu_experiments.runtime.patches import require_versions
 
 require_versions("jax")
 jax.config.update("jax_platforms", "cpu")  # jax only lowers here, and a TPU of this process belongs to torch_xla
@@ -100,14 +101,8 @@ def _tile_of(size: int, limit: int) -> int:
 
 
 def _on_each_chip(run: Callable[..., Any], products: GroupedProducts, *, given: Any, made: Any) -> Callable[..., Any]:
-    """Wrap `run` in a shard_map over rows; XLA's partitioner cannot shard a kernel, and would sort all chips' rows."""
-    jax.config.update("jax_use_shardy_partitioner", False)
-    mesh = products.mesh
-    if mesh.num_devices == 1:
-        return run
-    sizes = (mesh.num_shards, mesh.tensor) if mesh.tensor > 1 else (mesh.num_shards,)
-    chips = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
-    return jax.shard_map(run, mesh=chips, in_specs=given, out_specs=made, check_vma=False)
+    """Wrap `run` in a shard_map over rows: XLA would sort all chips' rows."""
+    return on_each_chip(run, shards=products.mesh.num_shards, tensor=products.mesh.tensor, given=given, made=made)
 
 
 @functools.cache
@@ -121,7 +116,4 @@ def lowered(
     made: dict[str, Callable[..., Any]] = {"order": order, "rows": rows, "product": product, "outer": outer}
     run = made[name](products, **dict(settings))
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
-    with mosaic_for_libtpu():
-        platform = "tpu" if products.target == "tpu" else "cpu"
-        module = jax.jit(run, keep_unused=True).trace(*arguments).lower(lowering_platforms=(platform,))
-        return bytes(module.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    return hlo_of(run, arguments, target=products.target)

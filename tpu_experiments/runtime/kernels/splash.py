@@ -22,12 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tpu_experiments.runtime.kernels import whole_rows
 from tpu_experiments.runtime.kernels.attention import LANES, SUBLANES, AttentionCall, Direction, Target
 from tpu_experiments.runtime.kernels.heads import heads_first, heads_last, rotated
-from tpu_experiments.runtime.patches import TORCHTPU, installed, mosaic_for_libtpu, patched_attribute, require_versions
+from tpu_experiments.runtime.kernels.lowering import hlo_of, on_each_chip
+from tpu_experiments.runtime.patches import TORCHTPU, installed, patched_attribute, require_versions
 
 HEADS_OF: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fwd": ((0, 1, 2), (0,)),
@@ -150,27 +151,15 @@ def lowered(call: AttentionCall, *, direction: Direction, target: Target) -> byt
     leading dimension of layers, and `layer` is the number of one, int32 (); without, it is left out.
     """
     run = function_on_mesh(call, direction=direction, target=target)
-    with mosaic_for_libtpu():
-        traced = jax.jit(run, keep_unused=True).trace(*arguments_of(call, direction=direction))
-        module = traced.lower(lowering_platforms=("tpu" if target == "tpu" else "cpu",)).compiler_ir("hlo")
-    return bytes(module.as_serialized_hlo_module_proto())
+    return hlo_of(run, arguments_of(call, direction=direction), target=target)
 
 
 def function_on_mesh(call: AttentionCall, *, direction: Direction, target: Target) -> Callable[..., Any]:
     """Return the forward or backward pass of `lowered` as a function of jax, over the call's chips."""
-    jax.config.update("jax_use_shardy_partitioner", False)  # both backends' programs are partitioned by GSPMD
     run = attention_function(call.of_one_chip, direction=direction, target=target)
-    return run if call.num_shards * call.head_shards == 1 else _on_each_chip(run, call, direction=direction)
-
-
-def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Direction) -> Callable[..., Any]:
-    """Wrap `run` in a shard_map over rows and heads; XLA's partitioner cannot shard a kernel."""
     # Rows that do not divide are not sharded by the run either: then every chip computes all of them.
     by_rows = "fsdp" if call.rows % call.num_shards == 0 else None
     by_heads = "tensor" if call.head_shards > 1 else None
-    sizes = (call.num_shards, call.head_shards) if by_heads else (call.num_shards,)
-    kinds = (AxisType.Auto,) * len(sizes)  # jax 0.12 takes them for explicit ones where nothing is said
-    mesh = AbstractMesh(sizes, ("fsdp", "tensor")[: len(sizes)], axis_types=kinds)
     features, sums = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows, by_heads)
     read = PartitionSpec(None, by_rows, None, by_heads) if call.layers else features
     specs = [read, read, read, PartitionSpec(by_rows)]
@@ -179,7 +168,7 @@ def _on_each_chip(run: Callable[..., Any], call: AttentionCall, *, direction: Di
     specs += [PartitionSpec()] if call.layers else []
     specs += [features] if direction == "backward" else []
     results = (features, sums) if direction == "forward" else (features, features, features)
-    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=results, check_vma=False)
+    return on_each_chip(run, shards=call.num_shards, tensor=call.head_shards, given=tuple(specs), made=results)
 
 
 def arguments_of(call: AttentionCall, *, direction: Direction) -> list[Any]:
