@@ -47,7 +47,8 @@ def test_temporaries_per_chip_of_a_sharded_program() -> None:
 
 def test_arguments_count_beside_temporaries() -> None:
     report = read_out_of_memory(text("out_of_memory_with_arguments.txt"))
-    assert report.used_gib == 40.0
+    assert (report.used_gib, report.arguments_gib) == (40.0, 20.0)
+    assert read_out_of_memory(text("out_of_memory_sharded.txt")).arguments_gib == 0.0
     assert [buffer.bytes for buffer in report.buffers] == [20 * GIB]
 
 

@@ -75,6 +75,27 @@ def test_the_tiny_model_fits_and_costs_something(planned: tuple[Path, dict[str, 
     assert (folder / "plans" / "p" / "plan.svg").read_text().startswith("<svg")
 
 
+def test_the_memory_of_a_plan_is_what_the_compiler_compares_with_the_chip(tmp_path: Path) -> None:
+    """On a chip of a mebibyte less the same program does not fit, by the same number."""
+    job = ("model=qwen05b", "model.size=tiny", "model.arch.num_hidden_layers=6", "model.arch.vocab_size=512")
+    job += ("data=sample_text", "hw=v5e1", "trainer.seq_len=1024", "trainer.global_batch_rows=16", "tuned=off")
+    limit, found = 15 * 1024, {}
+    for name in ("whole", "small"):
+        flag = f"hw.libtpu_flags=['--xla_tpu_max_hbm_size_mib={limit}']"
+        done = forks.run(
+            ["run.py", "task=plan", "task.programs=train", f"output_dir={tmp_path}", f"name={name}", *job, flag]
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[name] = json.loads((tmp_path / "plans" / name / "plan.json").read_text())
+        limit = math.ceil(1024 * found[name]["hbm_gib_per_chip"]["total"]) - 1
+    whole, small = (found[name]["hbm_gib_per_chip"] for name in ("whole", "small"))
+    assert (found["whole"]["fits"], found["small"]["fits"]) == (True, False)
+    assert 1024 * whole["total"] > 12
+    # Its report is rounded to 0.01 MiB, of which it has three.
+    assert small["total"] == pytest.approx(whole["total"], abs=0.03 / 1024)
+    assert found["small"]["does_not_fit"]["used_gib"] == pytest.approx(small["total"], abs=0.03 / 1024)
+
+
 def test_the_parts_of_the_step_are_reported(planned: tuple[Path, dict[str, Any], str]) -> None:
     _, found, printed = planned
     parts = found["estimated_step_by_part"]

@@ -76,6 +76,8 @@ class Compiled:
         return (self.folder / OPTIMIZED).read_text()
 
 
+ANSWER_FORM = 2
+"""Raised where answers that are stored mean something else: 1 had gaps between temporaries twice."""
 COMPILER = ("libtpu", "jax")
 """Packages whose versions are those of the environment that compiles."""
 
@@ -127,6 +129,7 @@ class Compilers:
             "arguments": [asdict(argument) for argument in program.arguments],
         }
         facts = {
+            "answer": ANSWER_FORM,
             "request": request,
             "flags": " ".join(flags_of(hw, exported=exported_flags())),
             "versions": versions_in(self.libtpu) if self.libtpu else versions(),
@@ -305,9 +308,11 @@ def chip_memory(program: Lowered, compiled: Compiled, *, hw: HwConfig, trained: 
     limit = chip_limit_gib(hw)
     classes = gib_by_class([*program.arguments, *program.resident], program=program, trained=trained)
     idle = sum(gib_by_class(program.resident, program=program, trained=trained).values())
-    if compiled.out_of_memory is not None:
-        arguments = sum(classes.values())
-        return ChipMemory(arguments, max(0.0, compiled.out_of_memory.used_gib - arguments), 0.0, limit, classes)
+    report = compiled.out_of_memory
+    if report is not None:
+        temporaries = max(0.0, report.used_gib - report.arguments_gib)
+        arguments = max(report.arguments_gib, sum(classes.values()))  # with padding, where the report lists them
+        return ChipMemory(arguments, temporaries, 0.0, limit, classes)
     memory = compiled.memory
     assert memory is not None
     temporaries = (memory.temporaries + memory.code) / GIB
@@ -334,7 +339,7 @@ def shortage_of(made: Planned, *, arch: Any, rows: int, seq_len: int, remedies: 
         LargeBuffer(b.bytes, str(b), classify(b, seq_len=seq_len, rows=rows, **sizes)) for b in report.buffers
     )
     buffers = tuple(replace(buffer, count=count) for buffer, count in counted.items())
-    return Shortage(report.message, report.used_gib, report.limit_gib, buffers, remedies)
+    return Shortage(report.message, max(report.used_gib, memory.total), report.limit_gib, buffers, remedies)
 
 
 def step_work(cost: ProgramCost, *, model_flops: float, tokens: int) -> tuple[StepWork, tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """The TPU compiler's complaints as sentences: out of memory in numbers and the config's words, and everything else.
 
-The message is the one a rented TPU gives; its figures are rounded to two decimals of their unit. "Used" holds outputs
-never, and arguments only where the table lists them: compiled without a device, a step lowered by torch_xla lists
-"arguments 0B" (seen: 1.34 GiB of arguments and 30.06 GiB of temporaries compile for 31.25 GiB), one by jax.jit its
-arguments. So a program that compiles may still not fit: add its arguments and outputs to its temporaries."""
+The message is the one a rented TPU gives; its figures are rounded to two decimals of their unit. The compiler compares
+twice: the program alone, whose report lists "arguments 0B", and where that fits, the program with its arguments. "Used"
+never holds outputs of their own, nor arrays that stay on the chip and are no argument: a program that compiles may
+still not fit beside them."""
 
 import math
 import re
@@ -18,6 +18,7 @@ from tpu_experiments.planning.hlo.text import shapes_in
 GIB = 2**30
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"(\d+(?:\.\d+)?)([BKMGT])"
+ARGUMENTS = re.compile(rf"^ +arguments +{SIZE}", re.MULTILINE)
 HEADLINE = re.compile(rf"Ran out of memory in memory space (\w+)\. Used {SIZE} of {SIZE} \w+\.")
 ONE_ALLOCATION = re.compile(
     r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: [^\[]*\[shape = '([^']*)'(.*)"
@@ -57,6 +58,8 @@ class OutOfMemory:
     """The largest ones, largest first."""
     message: str
     """First line of the compiler's message."""
+    arguments_gib: float = 0.0
+    """Part of `used_gib` that is arguments; 0 where the program alone does not fit."""
 
 
 def is_out_of_memory(message: str) -> bool:
@@ -78,6 +81,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         error_text = (message.strip().splitlines() or ["<empty>"])[0][:200]
         raise ValueError(f"message={error_text!r}; not the TPU compiler's out-of-memory report; show it as it is")
     used, limit = (bytes_of_size(*headline.group(at, at + 1)) for at in (2, 4))
+    arguments = ARGUMENTS.search(message)
     starts = [match.start() for match in BUFFER.finditer(message)]
     ends = [*starts[1:], len(message)]
     entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
@@ -87,6 +91,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         limit_gib=limit / GIB,
         buffers=tuple(read_buffer(entry) for entry in entries),
         message=first_line(message),
+        arguments_gib=bytes_of_size(*arguments.groups()) / GIB if arguments else 0.0,
     )
 
 
