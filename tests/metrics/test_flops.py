@@ -27,7 +27,7 @@ FIRST_READERS = tuple(f".layers.0.self_attn.{name}_proj" for name in "qkv")
         pytest.param("gemma3_270m", "layer_inputs", "none", marks=pytest.mark.slow),
         *(pytest.param("gemma3_270m", r, "all_linear_r8", marks=pytest.mark.slow) for r in ("none", "save_dots")),
         pytest.param("smollm3_3b", "layer_inputs", "all_linear_r8", marks=pytest.mark.slow),
-        ("phi4_mini", "layer_inputs", "all_linear_r8"),
+        *(("phi4_mini", remat, "all_linear_r8") for remat in ("layer_inputs", "save_dots")),
         ("gemma4_e2b", "none", "all_linear_r8"),
     ],
 )
@@ -93,9 +93,16 @@ def test_an_xlstm_has_the_products_that_are_counted(chunk: int, lora: str, monke
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize(("chunk", "lora"), [(16, "none"), pytest.param(64, "all_linear_r8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("chunk", "lora", "remat"),
+    [
+        (16, "none", "layer_inputs"),
+        (16, "all_linear_r8", "save_dots"),
+        pytest.param(64, "all_linear_r8", "layer_inputs", marks=pytest.mark.slow),
+    ],
+)
 def test_a_gated_delta_net_has_the_products_that_are_counted(
-    chunk: int, lora: str, monkeypatch: pytest.MonkeyPatch
+    chunk: int, lora: str, remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tpu_experiments.models.families import gated_delta
     from tpu_experiments.planning.hlo.program import read_program
@@ -104,7 +111,7 @@ def test_a_gated_delta_net_has_the_products_that_are_counted(
 
     for module in (gated_delta, flops_module):
         monkeypatch.setattr(module, "delta_chunk_of", lambda _: chunk)
-    words = ["model=qwen35_08b", "model.size=tiny", "model.dtype=float32", "model.attention=sdpa"]
+    words = ["model=qwen35_08b", "model.size=tiny", "model.dtype=float32", "model.attention=sdpa", f"model.remat={remat}"]
     config = composed(*words, f"lora={lora}", *([] if lora == "none" else ["lora.targets=[all-linear]"]))
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime)
@@ -117,7 +124,8 @@ def test_a_gated_delta_net_has_the_products_that_are_counted(
     counted = trained_flops(config, arch, seq_len=SEQ_LEN)
     # Plain attention computes all T x T scores, not the causal half.
     all_scores = SEQ_LEN - flops_module.mean_keys(SEQ_LEN, window=None)
-    outside = 4 * 4.0 * sizes.num_heads * sizes.head_dim * sizes.copies["q_proj"] * all_scores
+    again = {"layer_inputs": 1.0, "save_dots": 0.5}[remat]
+    outside = (3 + again) * 4.0 * sizes.num_heads * sizes.head_dim * sizes.copies["q_proj"] * all_scores
     assert found / (ROWS * SEQ_LEN) == pytest.approx(counted.total + outside, rel=2e-2)
 
 

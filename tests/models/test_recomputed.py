@@ -81,19 +81,26 @@ def saved_bytes(run: Run, batch: dict[str, Tensor]) -> int:
     return sum(t.nbytes for address, t in held.items() if address not in weights)
 
 
-@pytest.mark.parametrize("remat", ["layer_inputs", "offload", "save_attention", "save_dots"])
-def test_every_policy_saves_its_values(gradients_of, remat):
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        *(("mistral7b", remat) for remat in ("layer_inputs", "offload", "save_attention", "save_dots")),
+        *(("phi4_mini", remat) for remat in ("layer_inputs", "save_dots")),
+    ],
+)
+def test_every_policy_saves_its_values(gradients_of, model, remat):
     """Counted in calls of matrix products and attention: what is saved is not computed a second time."""
     more = ("lora=all_linear_r8", "lora.dropout=0.1")
-    plain = gradients_of("mistral7b", *more, "model.remat=none")
-    ours = gradients_of("mistral7b", *more, f"model.remat={remat}")
+    plain = gradients_of(model, *more, "model.remat=none")
+    ours = gradients_of(model, *more, f"model.remat={remat}")
     assert_same(ours, plain)
     counts = calls(ours[2]), calls(plain[2])
     layers = len(ours[2].model.module.model.layers)
     again = {name: counts[0][name] - counts[1][name] for name in counts[0]}
     assert again["attention"] == (0 if "attention" in SAVED[remat] else layers)
-    # Of seven; the last as well, since a recomputation ends at the last tensor that the backward pass reads.
-    assert again["frozen"] == (0 if remat == "save_dots" else 7 * layers)
+    # The last as well, since a recomputation ends at the last tensor that the backward pass reads.
+    num = {"mistral7b": 7, "phi4_mini": 4}[model]
+    assert again["frozen"] == (0 if remat == "save_dots" else num * layers)
 
 
 def calls(run: Run) -> dict[str, int]:

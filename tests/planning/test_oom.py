@@ -3,7 +3,7 @@
 import pytest
 
 from tests.planning.hlo_programs import text
-from tpu_experiments.planning.oom import Buffer, classify, read_out_of_memory
+from tpu_experiments.planning.oom import Buffer, classify, is_out_of_memory, read_out_of_memory
 
 GIB, MIB = 2**30, 2**20
 MISTRAL = {"vocab_size": 32768, "seq_len": 2048, "rows": 6, "hidden": 4096, "intermediate": 14336, "heads": 32}
@@ -62,6 +62,16 @@ def test_one_buffer_larger_than_the_memory_has_its_own_message() -> None:
     assert (report.used_gib, report.limit_gib) == (39862665216 / GIB, 31.5)
     (buffer,) = report.buffers
     assert (str(buffer), buffer.kind) == ("bf16[2097152,36,260]", "temporary")
+
+
+def test_temporaries_alone_have_a_message_of_their_own() -> None:
+    """libtpu 0.0.42.1, of a plan for v7x."""
+    message = "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+    message += "temporaries (21.11M) exceeds available HBM (6.00M)."
+    assert is_out_of_memory(message)
+    report = read_out_of_memory(message)
+    assert (report.memory_space, report.arguments_gib, report.buffers, report.message) == ("hbm", 0.0, (), message)
+    assert (1024 * report.used_gib, 1024 * report.limit_gib) == (pytest.approx(21.11), 6.0)
 
 
 def test_arguments_and_small_units_are_read() -> None:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -34,14 +34,23 @@ ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SAVABLE = ("attention", *ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 """Values of a layer that `model.saved` can name for the forward pass to save."""
+EVERY_PROJECTION = "*"
+"""In the place of names: the output of every Linear of a layer, whatever its family calls it."""
 SAVED: dict[str, tuple[str, ...]] = {
     "offload": (),
     "layer_inputs": (),
     "save_attention": ("attention",),
-    "save_dots": SAVABLE,
+    "save_dots": ("attention", EVERY_PROJECTION),
 }
 """Values that each `model.remat` saves besides the layer's input. `attention` is the input of o_proj, and what an
 attention kernel saves for its own backward pass."""
+
+
+def keeps_output(names: Collection[str], *, projection: str) -> bool:
+    """Return whether the values that a policy saves hold the output of a projection, by the last part of its name."""
+    return EVERY_PROJECTION in names or projection.rpartition(".")[2] in names
+
+
 AXES = ("data", "fsdp", "tensor")
 """Mesh axes that `sharding.rules` can name; the first one connects the most distant devices."""
 ROWS = ("data", "fsdp")

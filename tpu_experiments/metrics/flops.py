@@ -28,6 +28,7 @@ from tpu_experiments.config.model_schema import (
     is_named,
     is_saved,
     is_target,
+    keeps_output,
     lora_of,
     tokens_of,
 )
@@ -212,6 +213,10 @@ class Decoder:
         """Names of `projections` that are no Linear, which `model.base` leaves dense."""
         return frozenset()
 
+    def saves(self, name: str, names: Collection[str]) -> bool:
+        """Return whether the output of one of `projections` is saved under names; those of experts never are."""
+        return name not in self.stacked and keeps_output(names, projection=name)
+
     @property
     def last_projection(self) -> str:
         """Name of the projection after which a layer ends."""
@@ -233,6 +238,10 @@ class Decoder:
         """Return the FLOPs per token of scores and weighted values, forward, over a row that is one document."""
         keys = sum(mean_keys(seq_len, window=window, causal=causal) for window in self.windows)
         return 4.0 * self.num_heads * self.head_dim * keys
+
+    def rule(self, seq_len: int) -> float:
+        """Return the part of `attention` that no policy saves by name: none of attention itself."""
+        return 0.0
 
     def attention_backward(self, seq_len: int, *, causal: bool = True) -> float:
         """Return the FLOPs per token of the gradients of `attention`: two products for each one forward."""
@@ -566,7 +575,12 @@ class DeltaHybrid(Decoder):
         return (2 * self.num_layers + 1) * self.hidden + self.num_delta * of_delta + of_attention
 
     def attention(self, seq_len: int, *, causal: bool = True) -> float:
-        """Return the FLOPs per token of scores and weighted values, and of the products of the delta rule, forward.
+        """Return the FLOPs per token of scores and weighted values, and of the products of the delta rule, forward."""
+        keys = (self.num_layers - self.num_delta) * mean_keys(seq_len, window=None, causal=causal)
+        return self.rule(seq_len) + 4.0 * self.num_heads * self.head_dim * keys
+
+    def rule(self, seq_len: int) -> float:
+        """Return the FLOPs per token of the products of the delta rule, forward.
 
         Within a chunk these are four products of its tokens, and two for each round of inverting its matrix; where a
         row has several chunks, those that write, change and read the state.
@@ -575,10 +589,8 @@ class DeltaHybrid(Decoder):
         within = 4.0 * chunk * (wide + high)
         count = -(-seq_len // chunk)
         across = 2.0 * wide * (3 * high + wide + chunk) + 2.0 * wide * wide * high / chunk * (count - 2) / count
-        rule = self.num_delta * self.value_heads * (within + (across if count > 1 else 0.0))
-        rule += self._rounds(chunk) * self._product(chunk)
-        keys = (self.num_layers - self.num_delta) * mean_keys(seq_len, window=None, causal=causal)
-        return rule + 4.0 * self.num_heads * self.head_dim * keys
+        inverse = self._rounds(chunk) * self._product(chunk)
+        return self.num_delta * self.value_heads * (within + (across if count > 1 else 0.0)) + inverse
 
     def attention_backward(self, seq_len: int, *, causal: bool = True) -> float:
         """Return the FLOPs per token of the gradients of `attention`; that of the inverse is two products."""
@@ -1323,7 +1335,8 @@ def flops_of_token(
     saved = 2.0 * sum(math.prod(shape) for name, shape in whole.items() if len(shape) > 1 and is_in_layer(name))
     twice, again = lora.dora and lora.dropout > 0, 0.0
     if recomputed is not None:
-        again = _recomputed(decoder, recomputed, attention=attention, lora=lora, rounded=rounded)
+        rule = decoder.rule(seq_len)
+        again = rule + _recomputed(decoder, recomputed, attention=attention - rule, lora=lora, rounded=rounded)
     return FlopsPerToken(
         forward=forwards * layers,
         activation_gradient=layers,
@@ -1337,7 +1350,7 @@ def flops_of_token(
 
 
 def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: LoraConfig, rounded: bool) -> float:
-    """Return the FLOPs of the layers that the backward pass recomputes.
+    """Return the FLOPs of the layers that the backward pass recomputes, without `rule`.
 
     An adapter's first product is never recomputed, its second where the projection is.
     """
@@ -1345,7 +1358,7 @@ def _recomputed(decoder: Decoder, how: Recomputed, *, attention: float, lora: Lo
     again = {
         name: elements
         for name, elements in decoder.multiplied.items()
-        if name.rpartition(".")[2] not in how.saved and (name != decoder.last_projection or is_last_read)
+        if not decoder.saves(name, how.saved) and (name != decoder.last_projection or is_last_read)
     }
     twice = lora.dora and lora.dropout > 0
     linears = decoder.adapted_by_name(lora).items()

@@ -23,6 +23,11 @@ HEADLINE = re.compile(rf"Ran out of memory in memory space (\w+)\. Used {SIZE} o
 ONE_ALLOCATION = re.compile(
     r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: [^\[]*\[shape = '([^']*)'(.*)"
 )
+TEMPORARIES_ALONE = re.compile(
+    rf"Ran out of memory on (\w+), the total memory required for HLO temporaries \({SIZE}\) exceeds available \w+ "
+    rf"\({SIZE}\)"
+)
+"""libtpu 0.0.42.1, without a list of buffers."""
 BUFFER = re.compile(rf"^ *\d+\. Size: {SIZE}\s*$", re.MULTILINE)
 MAX_LORA_RANK = 512  # a side up to this, beside a side of the model, is taken for an adapter's rank
 
@@ -64,7 +69,7 @@ class OutOfMemory:
 
 def is_out_of_memory(message: str) -> bool:
     """Return whether an error of the compiler is one that `read_out_of_memory` parses."""
-    return bool(ONE_ALLOCATION.search(message) or HEADLINE.search(message))
+    return any(form.search(message) for form in (ONE_ALLOCATION, HEADLINE, TEMPORARIES_ALONE))
 
 
 def read_out_of_memory(message: str) -> OutOfMemory:
@@ -76,7 +81,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     alone = ONE_ALLOCATION.search(message)
     if alone:
         return one_allocation(*alone.groups(), message=first_line(message))
-    headline = HEADLINE.search(message)
+    headline = HEADLINE.search(message) or TEMPORARIES_ALONE.search(message)
     if headline is None:
         error_text = (message.strip().splitlines() or ["<empty>"])[0][:200]
         raise ValueError(f"message={error_text!r}; not the TPU compiler's out-of-memory report; show it as it is")
@@ -86,7 +91,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     ends = [*starts[1:], len(message)]
     entries = [message[start:end] for start, end in zip(starts, ends, strict=False)]  # without starts one end is left
     return OutOfMemory(
-        memory_space=headline[1],
+        memory_space=headline[1].lower(),
         used_gib=used / GIB,
         limit_gib=limit / GIB,
         buffers=tuple(read_buffer(entry) for entry in entries),

@@ -288,7 +288,7 @@ def _saved_by_name(decoder: Decoder, names: Collection[str], *, lora: LoraConfig
     found = 0.0
     for name, (_, high) in decoder.projections.items():
         is_read = name != decoder.last_projection or decoder.reads_last(lora)
-        if name.rpartition(".")[2] in names and is_read:
+        if decoder.saves(name, names) and is_read:
             found += decoder.copies[name] * high
     if "attention" in names:
         queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim

@@ -21,16 +21,15 @@ from torch._functorch.partitioners import (
     default_partition,
 )
 
-from tpu_experiments.config.model_schema import SAVABLE, SAVED
+from tpu_experiments.config.model_schema import EVERY_PROJECTION, SAVED
 from tpu_experiments.models.parts.named import LOW, NAMED, named
 from tpu_experiments.runtime.kernels.attention import BACKWARD
 from tpu_experiments.runtime.kernels.contraction import CONTRACTION
 from tpu_experiments.runtime.ops import APART
 
-PROJECTIONS = SAVABLE[1:]
-READ_APART = tuple(name for name in PROJECTIONS if name != "down_proj")
-"""Projections that are read behind a barrier where they are saved. Of a layer whose down_proj is, because a norm reads
-it, it costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301 s a step)."""
+READ_AS_THEY_ARE = (LOW, "attention", "down_proj")
+"""Saved values that are not read behind a barrier, as other projections are. Where a norm reads a layer's down_proj, it
+costs more than it saves (Gemma 3 270M on colab, planned: 1.306 and 1.301 s a step)."""
 AS_THEY_ARE = ("view", "_unsafe_view", "clone", "alias")
 VIEW = torch.ops.aten.view.default
 VIEWS = (VIEW, torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
@@ -113,7 +112,7 @@ class LayerGraph:
 
 
 def read_apart(forward: fx.GraphModule) -> None:
-    """Have a layer read its saved projections, those of `READ_APART`, behind a barrier, in place.
+    """Have a layer read its saved projections, but those of `READ_AS_THEY_ARE`, behind a barrier, in place.
 
     The product that computes one then writes it into its stack as well. Otherwise XLA computes what reads the
     projection in that product, and the projection itself once more for the stack, from arrays of its size: 250 of the
@@ -122,7 +121,7 @@ def read_apart(forward: fx.GraphModule) -> None:
     output = forward.graph.output_node()
     results: Any = output.args[0]
     for node in dict.fromkeys(results[1:]):
-        if not isinstance(node, fx.Node) or node.target is not NAMED or node.args[1] not in READ_APART:
+        if not isinstance(node, fx.Node) or node.target is not NAMED or node.args[1] in READ_AS_THEY_ARE:
             continue
         readers = [user for user in node.users if user is not output]
         if readers:
@@ -288,7 +287,7 @@ def naming(layer: nn.Module) -> Iterator[None]:
     handles: list[Any] = []
     for name, part in layer.named_modules():
         leaf = name.rpartition(".")[2]
-        if leaf in PROJECTIONS and not getattr(part, "names_its_products", False):
+        if is_projection(part) and not getattr(part, "names_its_products", False):
             handles.append(part.register_forward_hook(lambda _m, _i, out, leaf=leaf: named(out, leaf)))
         if leaf == "o_proj":
             handles.append(
@@ -299,6 +298,11 @@ def naming(layer: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_projection(part: nn.Module) -> bool:
+    """Return whether a module is a Linear, in whatever form: with an adapter, quantised, or GPT-2's Conv1D."""
+    return hasattr(part, "out_features") or hasattr(part, "nf")
 
 
 def partition(remat: str, saved: Sequence[str]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
@@ -339,7 +343,7 @@ def is_kept(node: fx.Node, names: set[str]) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return True
     if target is NAMED:
-        return node.args[1] in names
+        return EVERY_PROJECTION in names or node.args[1] in names
     return "attention" in names and "attention" in target.name()
 
 

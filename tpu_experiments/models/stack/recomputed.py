@@ -16,12 +16,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from tpu_experiments.config.model_schema import SAVED
+from tpu_experiments.config.model_schema import SAVED, keeps_output
 from tpu_experiments.models.parts.bitnet import current_mix, mixed
 from tpu_experiments.models.parts.dropout import current_noise, noise
 from tpu_experiments.models.parts.float32_gradients import cast_weights
 from tpu_experiments.models.stack.fold import LayerCall, decoder_layers
-from tpu_experiments.models.stack.layer_graph import PROJECTIONS
+from tpu_experiments.models.stack.layer_graph import is_projection
 
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._int_mm.default}
 
@@ -99,8 +99,7 @@ class RecomputedLayers(nn.Module):
     def _note_projections(self, layer: nn.Module) -> None:
         """Let projections whose output is saved tell, while they compute, the rank of their adapter."""
         for name, part in layer.named_modules():
-            leaf = name.rpartition(".")[2]
-            if leaf in PROJECTIONS and leaf in self._names:
+            if is_projection(part) and keeps_output(self._names, projection=name):
                 adapter = getattr(part, "lora_B", None)
                 rank = 0 if adapter is None else adapter.shape[1]
                 part.register_forward_pre_hook(_appending(self._ranks, rank))
