@@ -80,6 +80,15 @@ def test_an_answer_is_remembered(program: Lowered, tmp_path: Path, caplog: pytes
     ]
 
 
+def test_what_a_killed_compiler_leaves_is_not_read(program: Lowered, tmp_path: Path) -> None:
+    first = compiled(program, hw=HW, folder=tmp_path)
+    (first.folder / "answer.json").unlink()
+    (first.folder / "dump").mkdir()
+    (first.folder / "dump" / "x-buffer-assignment.txt").write_text("allocation 7: size 1048576, preallocated-temp:\n")
+    assert compiled(program, hw=HW, folder=tmp_path).memory == first.memory
+    assert not (first.folder / "dump").exists()
+
+
 def other_environment(folder: Path) -> str:
     """A virtual environment of its own with the packages of this one."""
     venv.create(folder, with_pip=False)

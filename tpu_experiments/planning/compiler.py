@@ -80,6 +80,7 @@ def main(folder: Path) -> None:
         python = python_of(other)
         os.execve(python, [python, "-m", "tpu_experiments.planning.compiler", str(folder)], with_package())
     answer: dict[str, Any] = {"versions": versions(), "stage": "topology"}
+    shutil.rmtree(folder / DUMP, ignore_errors=True)  # of a compiler that was killed
     started = time.perf_counter()
     try:
         topology = _topology(request["topology"], num_chips=request["num_chips"])
