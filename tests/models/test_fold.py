@@ -383,7 +383,8 @@ def test_dropout_has_the_same_masks_forward_and_backward_folded_and_layer_by_lay
     agree(folded, gradients_of(model, *overrides, eager=True))
     for graph in folded[2].model.module.model.layers.graphs.values():
         saved = [node for node in graph.forward.graph.output_node().args[0][1:] if node.op != "placeholder"]
-        assert len(saved) == 4, "what adapters multiply by their A, of four tensors"
+        # Layers of Gated DeltaNet have adapters on what their MLP reads.
+        assert len(saved) in ({2, 4} if model == "qwen35_08b" else {4}), "what is multiplied by A, of four tensors"
         assert {node.args[1] for node in saved} == {"low"}
 
 
@@ -418,16 +419,18 @@ def test_lengths_of_rows_need_no_product_of_a_projection_again(gradients_of, dro
     plain = gradients_of("mistral7b", *overrides)
     forward, backward = (ours - theirs for ours, theirs in zip(*map(num_products, (folded, plain)), strict=True))
     second = 7 * (dropout != "0")  # with dropout W is multiplied twice
-    assert forward == 3 * 7 + second, "W A^T, A A^T and B (A A^T) for the norms"
-    assert backward == second
+    assert (forward, backward) == (second, second)
 
 
 def num_products(found: tuple[Tensor, dict[str, Tensor], Run]) -> tuple[int, int]:
-    """Matrix products of a layer's forward and of its backward pass."""
+    """Products of a layer's forward and of its backward pass, without those with a side of an adapter's rank, 8."""
     (graph,) = found[2].model.module.model.layers.graphs.values()
-    parts = [part.graph.nodes for part in (graph.forward, graph.backward)]
-    forward, backward = (sum(node.target in PRODUCTS for node in nodes) for nodes in parts)
-    return forward, backward
+    counts = []
+    for part in (graph.forward, graph.backward):
+        products = [node for node in part.graph.nodes if node.target in PRODUCTS]
+        shapes = [[each.meta["val"].shape for each in node.all_input_nodes] for node in products]
+        counts.append(sum(not any(8 in shape for shape in of_one if len(shape) == 2) for of_one in shapes))
+    return counts[0], counts[1]
 
 
 def test_several_layers_in_one_iteration(gradients_of):
