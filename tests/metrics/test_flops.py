@@ -111,7 +111,13 @@ def test_a_gated_delta_net_has_the_products_that_are_counted(
 
     for module in (gated_delta, flops_module):
         monkeypatch.setattr(module, "delta_chunk_of", lambda _: chunk)
-    words = ["model=qwen35_08b", "model.size=tiny", "model.dtype=float32", "model.attention=sdpa", f"model.remat={remat}"]
+    words = [
+        "model=qwen35_08b",
+        "model.size=tiny",
+        "model.dtype=float32",
+        "model.attention=sdpa",
+        f"model.remat={remat}",
+    ]
     config = composed(*words, f"lora={lora}", *([] if lora == "none" else ["lora.targets=[all-linear]"]))
     runtime = XlaRuntime(config.hw, sharding=config.sharding)
     run = Run(config, runtime)

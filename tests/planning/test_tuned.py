@@ -18,6 +18,7 @@ from tpu_experiments.planning.tuned import (
     facts_of,
     fastest,
     fields_of,
+    leaves_room,
     lines,
     tuned,
     with_settings_of,
@@ -244,6 +245,12 @@ def test_a_line_s_words_are_what_a_command_takes(machine, memory) -> None:
 def test_a_line_can_be_planned_again_from_what_it_holds(each) -> None:
     """By `python -m tests.benchmarks.retune`."""
     assert facts_of(composed(*words_of(each), "tuned=off", "task=plan")) == each.facts
+
+
+def test_every_line_leaves_room_for_other_programs() -> None:
+    assert [leaves_room(gib, hw=composed("hw=v6e8").hw) for gib in (31.0, 31.01)] == [True, False]
+    for each in lines():
+        assert leaves_room(each.hbm_gib, hw=composed(f"hw={each.hw}").hw), each
 
 
 OF_EACH_KIND = {(line.model, line.settings["model.stack"], line.settings["model.remat"]): line for line in lines()}

@@ -21,12 +21,14 @@ from tpu_experiments.config.compose import CONF, sharding_table
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import fitting_rows, is_open
 from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.hardware import HwConfig
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import ranks_of
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
 from tpu_experiments.planning.length import assumed_steps
+from tpu_experiments.planning.plan import chip_limit_gib
 from tpu_experiments.planning.stored_plans import digest_of, program_facts, sizes_of
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,11 @@ SET = tuple(key for key in SPEED if key != MICRO)
 """Settings of a line; its micro-batch is counted in tokens."""
 FREE = ("lora.", "optim.", "sample.", "sharding.", "trainer.", "hw.rent.", *SET)
 """Facts in which a run may differ from a line: those of them that take memory are compared one by one."""
+
+
+BESIDE_GIB = 0.25
+"""GiB of a chip that settings of the table leave free: beside a step lies the code of a run's other programs, of which
+each has 0.02 to 0.1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +278,11 @@ def lines(file: Path = TABLE) -> tuple[Line, ...]:
             f"{file}; a line of it is not what task=plan task.explore=search writes ({error}); restore the file, or "
             "set tuned=off."
         ) from error
+
+
+def leaves_room(gib: float, *, hw: HwConfig) -> bool:
+    """Return whether a step of so many GiB a chip leaves `BESIDE_GIB` of it."""
+    return gib <= chip_limit_gib(hw) - BESIDE_GIB
 
 
 def write_line(line: Line, *, file: Path) -> None:

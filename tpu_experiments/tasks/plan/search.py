@@ -19,7 +19,7 @@ from tpu_experiments.config.tuned import value_of
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import Plan, Tried, chip_limit_gib
 from tpu_experiments.planning.search import Candidate, best_of, combinations, find_largest, in_waves, ranked, rungs
-from tpu_experiments.planning.tuned import SET, Line, facts_of, overrides_of, tuned, write_line
+from tpu_experiments.planning.tuned import SET, Line, facts_of, leaves_room, overrides_of, tuned, write_line
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 from tpu_experiments.tasks.plan.rollouts import writes_rollouts
 
@@ -180,10 +180,12 @@ def searches_rollouts(config: Config) -> bool:
 
 
 def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
-    """Return the fastest settings for each `model.stack`, as lines of the table of tuned settings."""
+    """Return the fastest settings for each `model.stack` that leave room for other programs, as lines of the table."""
     best: dict[str, Line] = {}
     for each in ranked(tried):
         if each.outcome != "fits" or each.step_seconds is None or not isinstance(case.config.task, PlanTaskConfig):
+            continue
+        if not leaves_room(each.total_gib or 0.0, hw=case.config.hw):
             continue
         config = case.varied(*each.overrides)
         if config.model.stack not in best:
