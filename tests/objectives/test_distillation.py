@@ -358,7 +358,9 @@ def test_stored_predictions_of_another_kind_are_refused(tmp_path, changed, asked
 
 # ---- whole runs ---------------------------------------------------------------------------------------------
 
-TEACH = ("objective=distillation", "objective.top_k=12", "curriculum=single", "data=stories_ro")
+TEACH = (
+    "objective=distillation", "objective.top_k=12", "curriculum=single", "curriculum.stages.main.steps=100", "data=stories_ro",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ from tpu_experiments.planning.hlo.parts import Widths, seconds_by_part, widths_o
 from tpu_experiments.planning.hlo.program import ProgramCost, read_program
 from tpu_experiments.planning.oom import OutOfMemory, classify, is_out_of_memory, read_out_of_memory
 from tpu_experiments.planning.plan import ChipMemory, LargeBuffer, Shortage, chip_limit_gib
+from tpu_experiments.planning.stored_plans import COUNTED
 from tpu_experiments.planning.timing import StepTime, StepWork, calibration_of, step_time
 from tpu_experiments.planning.work import GIB
 from tpu_experiments.runtime.lowered import BATCH, Argument, Lowered
@@ -76,8 +77,6 @@ class Compiled:
         return (self.folder / OPTIMIZED).read_text()
 
 
-ANSWER_FORM = 2
-"""Raised where answers that are stored mean something else: 1 had gaps between temporaries twice."""
 COMPILER = ("libtpu", "jax")
 """Packages whose versions are those of the environment that compiles."""
 
@@ -129,7 +128,7 @@ class Compilers:
             "arguments": [asdict(argument) for argument in program.arguments],
         }
         facts = {
-            "answer": ANSWER_FORM,
+            "counted": COUNTED,
             "request": request,
             "flags": " ".join(flags_of(hw, exported=exported_flags())),
             "versions": versions_in(self.libtpu) if self.libtpu else versions(),

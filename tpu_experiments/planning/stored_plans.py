@@ -67,6 +67,10 @@ SHAPES_NOTHING = (
 hashed by their resolved values instead."""
 
 
+COUNTED = 2
+"""How memory is counted in plans that are found again. Those of 1 had the gaps between temporaries twice."""
+
+
 @dataclass(frozen=True)
 class SavedPlan:
     """One plan.json."""
@@ -89,6 +93,7 @@ def programs_key(config: Config, arch: Any, stages: Iterable[Stage]) -> str:
     """
     geometries = [stage.geometry for stage in stages]
     facts = program_facts(config, arch)
+    facts["counted"] = COUNTED
     facts["batches"] = list(dict.fromkeys((g.accumulation, g.micro_rows, g.seq_len) for g in geometries))
     facts["has sample"] = config.sample.max_new_tokens > 0
     if config.sample.prompts and config.sample.max_new_tokens:
