@@ -387,7 +387,7 @@ def test_a_run_learns_from_what_task_prepare_wrote(tmp_path):
     for words, message in [
         (("objective.top_k=13",), "objective.top_k=13 and 12 are stored"),
         (("objective.temperature=2",), "objective.temperature=2 and it was written at 1"),
-        (("model.chat_format=chatml",), "was written for other rows"),
+        (("model.chat_format=plain",), "was written for other rows"),
     ]:
         refused = run(*TEACH, *where, *words, output_dir=tmp_path / "c")
         assert refused.returncode == 2, refused.stderr
