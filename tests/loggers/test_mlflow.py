@@ -22,7 +22,10 @@ from tpu_experiments.loggers.mlflow import MlflowLogger, tracking_uri
 from tpu_experiments.loggers.tracked_run import stored_id
 
 MakeContext = Callable[..., LoggerContext]
-SERVER = os.environ.get("MLFLOW_SERVER") or shutil.which("mlflow", path=str(Path(sys.executable).parent))
+WHOLE = importlib.util.find_spec("flask") is not None  # mlflow-skinny has the program too, and no server
+SERVER = os.environ.get("MLFLOW_SERVER") or (
+    shutil.which("mlflow", path=str(Path(sys.executable).parent)) if WHOLE else None
+)
 """The program `mlflow` of an environment with the whole package; MLFLOW_SERVER names one of another environment."""
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
