@@ -72,7 +72,7 @@ def in_events(folder: Path, key: str) -> Points:
 def on_the_console(folder: Path, key: str) -> Points:
     """Rounded; a line has the training loss alone."""
     lines = (folder / "run.log").read_text().splitlines()
-    found = [re.search(r"step (\d+)/\d+  loss +([\d.]+)", line) for line in lines]
+    found = [re.search(r"step (\d+)/\d+  loss +(-?[\d.]+)", line) for line in lines]
     return [(int(match[1]), float(match[2])) for match in found if match]
 
 
@@ -80,8 +80,12 @@ def in_wandb(folder: Path, key: str) -> Points:
     """Its file has no reader in its package: values are looked up in the bytes."""
     parts = sorted((folder / "wandb").glob("offline-run-*"))
     written = b"".join(file.read_bytes() for part in parts for file in part.glob("run-*.wandb"))
-    assert key.encode() in written
-    return [(step, value) for step, value in in_lines(folder, key) if str(value).encode() in written]
+    found = []
+    for step, value in in_lines(folder, key):
+        shown = repr(value).removesuffix(".0").encode()  # as JSON; field 16 of an item, with its length
+        if key.encode() + b"\x82\x01" + bytes([len(shown)]) + shown in written:
+            found.append((step, value))
+    return found
 
 
 def in_mlflow(folder: Path, key: str) -> Points:
