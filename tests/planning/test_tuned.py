@@ -262,4 +262,4 @@ OF_EACH_KIND = {(line.model, line.settings["model.stack"], line.settings["model.
 def test_formulas_give_about_the_memory_that_the_compiler_gave(line) -> None:
     config = composed(*words_of(line), "tuned=off", "task=plan")
     _, memory = largest_stage(config, config.model.arch, resolve_stages(config))
-    assert 0.75 * line.hbm_gib < memory.total < 1.6 * line.hbm_gib
+    assert 0.9 * line.hbm_gib < memory.total < 1.7 * line.hbm_gib
