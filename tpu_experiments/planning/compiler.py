@@ -216,7 +216,7 @@ def _memory(executable: Any, *, dump: Path) -> Memory:
     """Return a program's memory.
 
     `temp_size_in_bytes` is larger than its temporaries: libtpu 0.0.21 adds their gaps, which are inside the allocation,
-    once more, and takes what only a loop holds for gaps (3.73 GiB as 5.56; tests/benchmarks/LOG.md, Memory counted
+    once more, and takes what only a loop holds for gaps (3.73 GiB as 5.26; tests/benchmarks/LOG.md, Memory counted
     twice). The allocation itself is what the compiler compares with the chip's memory, with the arguments. Where the
     compiler wrote none, the larger number stands.
     """

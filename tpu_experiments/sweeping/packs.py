@@ -22,7 +22,7 @@ OF_EACH = ("lora.r", "lora.alpha", "lora.dropout", "lora.scaling", "lora.init", 
 COUNTS = "sweeping.pack: in one program each: "
 MAX_POINTS = 8
 """Largest pack of `auto`: of the start and the compilation, an eighth a point is left."""
-FORMULAS_BELOW = 1.25
+MARGIN = 1.25
 """Factor of the formulas' temporaries (planning/work.py), for safety: compiled ones of packs of eight were 0.55 to 0.87
 times as large (tests/benchmarks/LOG.md, Memory counted twice)."""
 START_SECONDS = 20.0
@@ -153,7 +153,7 @@ def _memory_of(config: Config, arch: Any, *, size: int) -> float:
     rows = replace(geometry, micro_rows=size * geometry.micro_rows)
     memory = analytic_memory(arch, step=step_settings(config, rows))
     resident = memory.base + memory.batch + size * (memory.adapters + memory.optimizer)
-    return resident + FORMULAS_BELOW * (memory.temporaries + (size - 1) * memory.gradients)
+    return resident + MARGIN * (memory.temporaries + (size - 1) * memory.gradients)
 
 
 def pack_plans(packs: Sequence[Sequence[Point]]) -> list[Point]:
