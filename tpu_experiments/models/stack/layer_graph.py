@@ -21,7 +21,7 @@ from torch._functorch.partitioners import (
     default_partition,
 )
 
-from tpu_experiments.config.model_schema import EVERY_PROJECTION, SAVED
+from tpu_experiments.config.model_schema import SAVED, keeps_output
 from tpu_experiments.models.parts.named import LOW, NAMED, named
 from tpu_experiments.runtime.kernels.attention import BACKWARD
 from tpu_experiments.runtime.kernels.contraction import CONTRACTION
@@ -343,7 +343,7 @@ def is_kept(node: fx.Node, names: set[str]) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return True
     if target is NAMED:
-        return EVERY_PROJECTION in names or node.args[1] in names
+        return keeps_output(names, projection=str(node.args[1]))
     return "attention" in names and "attention" in target.name()
 
 

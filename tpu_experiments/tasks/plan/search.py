@@ -1,5 +1,6 @@
 """Plan one config, or the best of many: the ladder of micro-batches, and the search over settings."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from tpu_experiments.planning.search import Candidate, best_of, combinations, fi
 from tpu_experiments.planning.tuned import SET, Line, facts_of, leaves_room, overrides_of, tuned, write_line
 from tpu_experiments.tasks.plan.formulas import arch_of, formula_plan
 from tpu_experiments.tasks.plan.rollouts import writes_rollouts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,8 @@ def lines_of(case: Case, tried: Sequence[Tried]) -> list[Line]:
         if each.outcome != "fits" or each.step_seconds is None or not isinstance(case.config.task, PlanTaskConfig):
             continue
         if not leaves_room(each.total_gib or 0.0, hw=case.config.hw):
+            what = " ".join(each.overrides) or "the command as it is"
+            log.warning("%s: no line of the table, %.2f GiB leave too little for other programs", what, each.total_gib)
             continue
         config = case.varied(*each.overrides)
         if config.model.stack not in best:
