@@ -10,9 +10,11 @@ from dataclasses import replace
 from tests.config.composing import CONF, composed, names, of_file, sources_of_pairs
 from tpu_experiments.config.compose import machine
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.metrics.flops import FAMILIES
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import chip_limit_gib
+from tpu_experiments.planning.tuned import tuned
 
 MANUAL = CONF / "PAIRS.md"
 TABLE = re.compile(r"(?<=<!-- pairs -->\n).*?(?=<!-- end of pairs -->)", re.DOTALL)
@@ -31,7 +33,7 @@ HW = {"v5e1, colab": "v5e1", "v5e8 (Kaggle)": "v5e8", "v6e1, colab_v6e": "v6e1",
 
 def table() -> str:
     """The table as Markdown."""
-    titles = ["model", "data", "row", "epochs", "lr", "remat", *HW]
+    titles = ["model", "data", "row", "epochs", "lr", *HW]
     lines = [titles, ["---"] * len(titles), *rows()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -44,15 +46,17 @@ def rows() -> Iterator[list[str]]:
             configs = [replace(config, hw=machine(name)) for name in HW.values()]
             (stage,) = resolve_stages(configs[0])
             first = [model, data, f"{stage.geometry.seq_len:,}", f"{stage.epochs:g}", f"{stage.lr:g}"]
-            yield [*first, configs[0].model.remat, *map(on_machine, configs)]
+            yield [*first, *map(on_machine, configs)]
 
 
 def on_machine(config) -> str:
-    """Rows of a step, those of a chip at once, and the memory that formulas give the step."""
+    """Rows of a step, those of a chip at once, the memory that formulas give the step, and what it saves."""
+    config = tuned(with_lengths(config, None), is_logged=False)
     stage, memory = largest_stage(config, config.model.arch, resolve_stages(config))
     rows, limit = stage.geometry, chip_limit_gib(config.hw)
     fits = f"{memory.total:.1f} GiB" if memory.total <= limit else f"**{memory.total:.1f} of {limit:g} GiB**"
-    return f"{rows.global_rows} by {rows.micro_rows}, {fits}"
+    saved = "unrolled" if config.model.stack == "unrolled" else config.model.remat
+    return f"{rows.global_rows} by {rows.micro_rows}, {fits}, {saved}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Which points share a program, and what is said of the others."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import pytest
 
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.defaults import is_open, with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.stored_plans import programs_key, sizes_of
+from tpu_experiments.storage.run_folder import RunFolder
 from tpu_experiments.sweeping.engines.base import Started
-from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text
+from tpu_experiments.sweeping.packs import chosen_size, pack_plans, packs_of, packs_text, settled, shortage_text
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.sweep import Running
 from tpu_experiments.sweeping.totals import pack_lines
@@ -234,3 +237,67 @@ def test_formulas_do_not_plan_a_pack() -> None:
     config = composed("task=plan", "hw=v5e1", "task.pack=4", "task.method=analytic")
     with pytest.raises(ConfigError, match=r"task\.pack=4; formulas know one adapter"):
         run(config)
+
+
+TABLE_LINE = ("sweeping.pack=auto", "model=mistral7b", "data=ultrachat_ro", "hw=v6e8")
+"""conf/tuned.yaml has its settings up to rank 16: `save_dots` at 26.75 of 31.25 GiB, of which no two fit."""
+
+
+def test_a_pack_is_judged_by_the_settings_that_its_points_train_with(tmp_path: Path) -> None:
+    """As configured, `layer_inputs`, five would fit; the points take the table's line, with which one fits."""
+    found = points("lora.r=8", "lora.r=16", common=(*TABLE_LINE, f"output_dir={tmp_path}"))
+    assert chosen_size(found)[0] > 1
+    known = settled(found)
+    assert [point.config.model.remat for point in known] == ["save_dots"] * 2
+    assert [point.overrides for point in known] == [point.overrides for point in found]
+    assert chosen_size(known) == (1, "no two fit")
+
+
+def test_points_whose_settings_differ_share_no_program(tmp_path: Path) -> None:
+    found = points("lora.r=16", "lora.r=32", "lora.r=64", common=(*TABLE_LINE, f"output_dir={tmp_path}"))
+    packs = packs_of(settled(found), largest=8)
+    assert names(packs) == [["lora.r=16"], ["lora.r=32", "lora.r=64"]]
+    assert "points of different packs differ in " in list(packs_text(packs))[-1]
+    assert "tuned" not in list(packs_text(packs))[-1]
+
+
+def test_rows_of_points_are_looked_up_once_for_all_that_could_share_a_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ("sweeping.pack=4", "data=ultrachat_ro", "hw=v5e1", f"output_dir={tmp_path}")
+    with caplog.at_level("WARNING"):
+        known = settled(points("lora.r=8", "lora.r=16", "optim.lr=1e-3", common=common))
+    assert caplog.text.count("assumed until the data is prepared") == 1
+    assert not any(is_open(point.config) for point in known)
+
+
+def test_a_point_that_has_begun_is_judged_by_its_own_settings(tmp_path: Path) -> None:
+    (new,) = points("lora.r=8", common=(*TABLE_LINE, "tuned=off", "name=begun", f"output_dir={tmp_path}"))
+    RunFolder(str(tmp_path), "begun").create(with_lengths(new.config, None))
+    (again,) = points("lora.r=8", common=(*TABLE_LINE, "name=begun", f"output_dir={tmp_path}"))
+    assert settled([again])[0].config.model.remat == "layer_inputs"
+
+
+def test_without_a_chip_points_stay_as_they_are() -> None:
+    found = points("lora.r=8", "lora.r=16")
+    assert settled(found) == found
+
+
+def test_a_named_number_of_points_that_does_not_fit_is_said(tmp_path: Path) -> None:
+    common = ("sweeping.pack=8", "model=qwen05b", "data=uk_law", "hw=v5e8", f"output_dir={tmp_path}")
+    known = settled(points(*(f"lora.r={r}" for r in (2, 4, 6, 8, 10, 12, 14, 16)), common=common))
+    sentence = shortage_text(known)
+    assert sentence is not None
+    assert re.fullmatch(
+        r"sweeping\.pack=8; 8 points in one program are estimated at [\d.]+ of 15\.75 GiB per chip; "
+        r"use sweeping\.pack=[2-7]",
+        sentence,
+    )
+    assert shortage_text(known[: int(sentence[-1])]) is None
+    assert shortage_text(known[: int(sentence[-1]) + 1]) is not None
+    assert shortage_text(known[:1]) is None
+
+
+def test_where_no_two_fit_points_are_to_train_alone(tmp_path: Path) -> None:
+    found = settled(points("lora.r=8", "lora.r=16", common=(*TABLE_LINE, f"output_dir={tmp_path}")))
+    assert str(shortage_text(found)).endswith("use sweeping.pack=off")

@@ -4,7 +4,8 @@ A line is one compiled training step of a model on a machine, with the planned f
 runs whose rows are no longer, whose rank is no higher and whose micro-batches have no more tokens, all else being
 equal: their step needs no more memory. None applies to runs that train more than plain adapters of projections. An
 objective whose step costs what another one's does takes the lines of both (`ObjectiveConfig.planned_as`). Of the lines
-that apply, the one with the shortest run is chosen, compilation included.
+that apply, the one with the shortest run is chosen, compilation included. Where none does, formulas choose what the
+step saves (planning/saving.py).
 """
 
 import logging
@@ -29,6 +30,7 @@ from tpu_experiments.config.trust import setting_problem
 from tpu_experiments.config.tuned import KEPT, SPEED, given, value_of, with_values
 from tpu_experiments.planning.length import assumed_steps
 from tpu_experiments.planning.plan import chip_limit_gib
+from tpu_experiments.planning.saving import BESIDE_GIB, with_saving
 from tpu_experiments.planning.stored_plans import digest_of, program_facts, sizes_of
 
 log = logging.getLogger(__name__)
@@ -38,11 +40,6 @@ SET = tuple(key for key in SPEED if key != MICRO)
 """Settings of a line; its micro-batch is counted in tokens."""
 FREE = ("lora.", "optim.", "sample.", "sharding.", "trainer.", "hw.rent.", *SET)
 """Facts in which a run may differ from a line: those of them that take memory are compared one by one."""
-
-
-BESIDE_GIB = 0.25
-"""GiB of a chip that settings of the table leave free: beside a step lies the code of a run's other programs, of which
-each has 0.02 to 0.1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,7 @@ class Line:
 def tuned(
     config: Config, *, totals: Mapping[str, int | None] | None = None, is_begun: bool = False, is_logged: bool = True
 ) -> Config:
-    """Return the config with the settings of the line that makes its run shortest.
-
-    It is returned unchanged where no line applies.
+    """Return the config with the settings of the line that makes its run shortest, else with those of formulas.
 
     Args:
         totals: tokens of the sources, where they were measured; by default `data.<name>.total_tokens`.
@@ -112,7 +107,7 @@ def tuned(
             words = ", ".join(sorted(kept_out))
             log.info("conf/tuned.yaml has settings for model=%s hw=%s; this command sets %s itself, so they are "
                      "not used", config.model.name, config.hw.name, words)  # fmt: skip
-        return config
+        return with_saving(config, is_begun=is_begun, is_logged=is_logged)
     _, line, best = min(found, key=lambda each: each[0])
     if is_logged:
         log_settings(line, best)

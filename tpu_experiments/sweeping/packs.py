@@ -2,19 +2,23 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.defaults import is_open
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.packs import why_alone
-from tpu_experiments.config.schema import Config
+from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import largest_stage, step_settings
 from tpu_experiments.planning.length import assumed_steps
+from tpu_experiments.planning.plan import chip_limit_gib
 from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
+from tpu_experiments.planning.tuned import tuned
 from tpu_experiments.planning.work import analytic_memory
+from tpu_experiments.storage.run_folder import has_begun, with_settings_of_run
 from tpu_experiments.sweeping.points import Point
 
 OF_EACH = ("lora.r", "lora.alpha", "lora.dropout", "lora.scaling", "lora.init", "optim.", "schedule.", "seed", "name")
@@ -27,6 +31,35 @@ MARGIN = 1.25
 times as large (tests/benchmarks/LOG.md, Memory counted twice)."""
 START_SECONDS = 20.0
 """Seconds of a process before it compiles; assumed (tests/benchmarks/RESULTS.md, "Several points in one program")."""
+
+
+def settled(points: Sequence[Point]) -> list[Point]:
+    """Return the points with the rows and speed settings that their own processes will choose (tasks/train.py).
+
+    The rows of points that could share a program are looked up once; nothing is tokenised. Without a chip whose memory
+    is known the points are returned as they are.
+    """
+    if points[0].config.hw.chip is None:
+        return list(points)
+    rows: dict[Any, tuple[TrainerConfig, Mapping[str, int | None]]] = {}
+    found = []
+    for point in points:
+        config, is_begun = point.config, False
+        if config.task.name == "train":
+            config, is_begun = with_settings_of_run(config), has_begun(config)
+        totals: Mapping[str, int | None] = {}
+        if is_open(config):
+            key = tuple(sorted(_common(config).items()))
+            if key not in rows:
+                # Imports tokenizers and readers, which takes seconds.
+                from tpu_experiments.training.row_lengths import measure_rows_and_totals
+
+                measured, totals = measure_rows_and_totals(config, is_lookup=True)
+                rows[key] = measured.trainer, totals
+            trainer, totals = rows[key]
+            config = replace(config, trainer=trainer)
+        found.append(replace(point, config=tuned(config, totals=totals, is_begun=is_begun, is_logged=False)))
+    return found
 
 
 def packs_of(points: Sequence[Point], *, largest: int) -> list[list[Point]]:
@@ -129,15 +162,40 @@ def _fitting(configs: Sequence[Config]) -> tuple[int, str]:
     arch = sizes_of(widest.model)
     if arch is None:
         return 1, "the model's sizes are not known"
-    limit, largest, why = largest_stage(widest, arch, resolve_stages(widest))[1].limit, 1, "no two fit"
+    largest, why = 1, "no two fit"
     for size in range(2, MAX_POINTS + 1):
-        plan = _planned(widest, arch, size=size)
-        planned = None if plan is None else float(plan.fields["hbm_gib_per_chip"]["total"])
-        gib = _memory_of(widest, arch, size=size) if planned is None else planned
-        if gib <= limit:
-            how = "estimated" if planned is None else "compiled"
-            largest, why = size, f"{how} at {gib:.2f} of {limit:.2f} GiB per chip; at most {MAX_POINTS}"
+        gib, how = _gib_of(widest, arch, size=size)
+        if gib <= chip_limit_gib(widest.hw):
+            largest, why = size, f"{how} at {_of_chip(gib, widest)}; at most {MAX_POINTS}"
     return largest, why
+
+
+def shortage_text(points: Sequence[Point]) -> str | None:
+    """Return a sentence where a pack of these points is not estimated to fit its chips, with the size that is."""
+    widest = max((point.config for point in points), key=lambda config: config.lora.r)
+    arch = sizes_of(widest.model)
+    if arch is None or widest.hw.chip is None or len(points) == 1:
+        return None
+    gib, how = _gib_of(widest, arch, size=len(points))
+    if gib <= chip_limit_gib(widest.hw):
+        return None
+    fits = [n for n in range(2, len(points)) if _gib_of(widest, arch, size=n)[0] <= chip_limit_gib(widest.hw)]
+    return (
+        f"sweeping.pack={widest.sweeping.pack}; {len(points)} points in one program are {how} at "
+        f"{_of_chip(gib, widest)}; use sweeping.pack={max(fits) if fits else 'off'}"
+    )
+
+
+def _gib_of(config: Config, arch: Any, *, size: int) -> tuple[float, str]:
+    """Return the GiB per chip of a pack of points like this one, and whether they are compiled or estimated."""
+    plan = _planned(config, arch, size=size)
+    if plan is None:
+        return _memory_of(config, arch, size=size), "estimated"
+    return float(plan.fields["hbm_gib_per_chip"]["total"]), "compiled"
+
+
+def _of_chip(gib: float, config: Config) -> str:
+    return f"{gib:.2f} of {chip_limit_gib(config.hw):.2f} GiB per chip"
 
 
 def _planned(config: Config, arch: Any, *, size: int) -> SavedPlan | None:
@@ -192,7 +250,7 @@ def _differs(key: str, values: Sequence[dict[str, str]]) -> bool:
 def _common(config: Config) -> dict[str, str]:
     """Return the settings that all points of a pack have in common, as text."""
     of_each = (*OF_EACH, *(f"objective.{name}" for name in config.objective.inputs()))
-    found = {key: str(value) for key, value in flatten(config).items() if not key.startswith(of_each)}
+    found = {key: str(value) for key, value in flatten(config).items() if not key.startswith((*of_each, "tuned"))}
     if config.model.init == "random" or config.model.size == "tiny":
         found["seed"] = str(config.seed)  # it draws the base
     return found

@@ -17,7 +17,7 @@ from tpu_experiments.sweeping import hparams, leaderboard
 from tpu_experiments.sweeping.budget import seconds_left, usd_of
 from tpu_experiments.sweeping.engines.base import Engine, Started
 from tpu_experiments.sweeping.leaderboard import FAILED, FINISHED, PRUNED, RUNNING, STOPPED, Row, read_rows, write_rows
-from tpu_experiments.sweeping.packs import COUNTS, chosen_size, pack_plans, packs_of, packs_text
+from tpu_experiments.sweeping.packs import COUNTS, chosen_size, pack_plans, packs_of, packs_text, settled, shortage_text
 from tpu_experiments.sweeping.placement import slots
 from tpu_experiments.sweeping.points import Point
 from tpu_experiments.sweeping.pruning import Evaluations, no_pruning_reason, step_to_prune_at
@@ -179,10 +179,14 @@ class Sweep:
         if not self.engine.has_packs:
             self._say(f"sweeping.pack={chosen} has no effect with sweeping.engine={self.engine.name}")
             return [[point] for point in points]
-        largest, why = chosen_size(points)
-        packs = packs_of(points, largest=largest)
+        known, own = settled(points), {point.name: point for point in points}
+        largest, why = chosen_size(known)
+        packs = packs_of(known, largest=largest)
         for sentence in packs_text(packs):
             self.screen.say(f"{sentence}; {why}" if why and sentence.startswith(COUNTS) else sentence)
+        if chosen != "auto":
+            self._say(next(filter(None, map(shortage_text, packs)), None))
+        packs = [[own[point.name] for point in pack] for pack in packs]
         if task == "train":
             return packs
         self.pack_plans = pack_plans(packs)

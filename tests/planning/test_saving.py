@@ -1,0 +1,129 @@
+"""What a step saves where no line of conf/tuned.yaml is, chosen by formulas: when, with how many rows, and when not."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.config.composing import composed
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.defaults import with_lengths
+from tpu_experiments.config.schema import Config
+from tpu_experiments.planning import saving
+from tpu_experiments.planning.analytic import largest_stage
+from tpu_experiments.planning.tuned import tuned
+from tpu_experiments.storage.run_folder import RunFolder, with_settings_of_run
+
+LLAMA = ("model=llama31_8b", "data=ultrachat_ro")
+V6E8 = (*LLAMA, "hw=v6e8")
+
+
+def settled_of(*words: str) -> Config:
+    return with_lengths(composed(*words), None)
+
+
+def choice(config: Config) -> tuple[str, int | None]:
+    return config.model.remat, config.trainer.micro_batch_rows
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("hw=v6e8",), ("save_dots", 1)),
+        (("hw=v5p-8",), ("save_dots", None)),
+        (("hw=v5e8",), ("layer_inputs", None)),
+        (("hw=v6e8", "trainer.micro_batch_rows=2"), ("layer_inputs", 2)),
+        (("hw=v6e8", "trainer.micro_batch_rows=1"), ("save_dots", 1)),
+        (("hw=v6e8", "model.remat=save_dots"), ("save_dots", 1)),
+        (("hw=v6e8", "lora.r=64"), ("save_dots", 1)),
+        (("hw=v6e8", "lora.dora=true"), ("save_dots", 1)),
+        (("hw=v6e8", "trainer.seq_len=8192"), ("layer_inputs", None)),
+        (("hw=v6e8", "trainer.seq_len=1024"), ("save_dots", 4)),
+    ],
+)
+def test_the_most_rows_that_fit_with_every_projection_saved(words, expected) -> None:
+    """Llama 3.1 8B on v6e8 was compiled: 13,478 tokens/s a chip with one row, 10,049 with two of `layer_inputs`."""
+    assert choice(tuned(settled_of(*LLAMA, *words))) == expected
+
+
+def test_what_is_chosen_fits_and_the_next_number_of_rows_does_not() -> None:
+    found = tuned(settled_of(*V6E8, "trainer.seq_len=1024"))
+    more = replace(found, trainer=replace(found.trainer, micro_batch_rows=2 * found.trainer.micro_batch_rows))
+    totals = [largest_stage(each, each.model.arch, resolve_stages(each))[1].total for each in (found, more)]
+    assert totals[0] * saving.MARGIN + saving.BESIDE_GIB <= 31.25 < totals[1] * saving.MARGIN + saving.BESIDE_GIB
+
+
+def test_the_stage_with_the_longest_rows_has_to_fit() -> None:
+    longer = ("curriculum=single", "curriculum.stages.main.seq_len=8192", "trainer.seq_len=1024")
+    assert choice(tuned(settled_of(*V6E8, *longer)))[0] == "layer_inputs"
+
+
+def test_rows_are_not_cut_to_a_few_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(saving, "FEWEST_TOKENS", 8192)
+    assert choice(tuned(settled_of(*V6E8))) == ("layer_inputs", None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tuned=off",),
+        ("model.remat=none",),
+        ("model.remat=save_attention",),
+        ("model.saved=[q_proj]",),
+        ("model.stack=unrolled",),
+        ("model.size=tiny",),
+        ("hw=cpu",),
+        ("hw=h100",),
+        ("objective=kto", "data=ultrafeedback_binarized", "curriculum=single"),
+        ("objective=distillation",),
+        ("objective=grpo", "reward=exact", "curriculum=single"),
+        (r"+lora.rank_pattern={layers\.1\..*: 48}",),
+        ("model.base=nf4",),
+        ("model.linear=bitnet", "lora=none"),
+        ("model=qwen35_08b", "hw=v6e8"),
+        ("model=gemma4_e2b", "hw=v6e8"),
+    ],
+)
+def test_what_formulas_do_not_hold_for_stays_as_configured(words) -> None:
+    config = settled_of(*V6E8, *words)
+    assert tuned(config) == config
+
+
+@pytest.mark.parametrize("group", ["model", "trainer"])
+def test_another_class_has_no_formula(group) -> None:
+    config = settled_of(*V6E8)
+    config = replace(config, **{group: replace(getattr(config, group), _target_="my_lab.Own")})
+    assert tuned(config) == config
+
+
+@pytest.mark.parametrize(
+    "words", [("objective=dpo", "data=ultrafeedback_binarized", "curriculum=single"), ("model.base=int8",)]
+)
+def test_steps_that_cost_what_one_of_next_tokens_does(words) -> None:
+    assert tuned(settled_of(*LLAMA, "hw=v5p-8", *words)).model.remat == "save_dots"
+
+
+def test_a_policy_named_on_the_command_line_stays_where_it_is_the_shipped_one(monkeypatch) -> None:
+    monkeypatch.setattr(saving, "given", lambda config: {"model.remat"})
+    config = settled_of(*V6E8)
+    assert tuned(config) == config
+
+
+def test_a_continued_run_keeps_what_it_saves_and_its_rows(tmp_path) -> None:
+    words = (*V6E8, f"output_dir={tmp_path}")
+    first = tuned(settled_of(*words, "name=first"))
+    RunFolder(str(tmp_path), "first").create(first)
+    again = with_lengths(with_settings_of_run(composed(*words, "name=first")), None)
+    assert choice(tuned(again, is_begun=True)) == choice(first) == ("save_dots", 1)
+    RunFolder(str(tmp_path), "before").create(settled_of(*words, "name=before"))
+    before = with_lengths(with_settings_of_run(composed(*words, "name=before")), None)
+    assert tuned(before, is_begun=True) == before
+
+
+def test_the_choice_is_logged_once_made(caplog) -> None:
+    caplog.set_level("INFO")
+    found = tuned(settled_of(*V6E8))
+    assert (
+        "model.remat=save_dots trainer.micro_batch_rows=1: formulas put the largest step at 17.9 of 31.25 GiB; "
+        "tuned=off leaves model.remat=layer_inputs" in caplog.text
+    )
+    assert tuned(found) == found

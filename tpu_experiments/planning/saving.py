@@ -1,0 +1,109 @@
+"""What a step saves of its layers, and how many rows a chip takes at once, by formulas.
+
+For runs that have no line in conf/tuned.yaml. Where memory allows it, `model.remat=save_dots` was the fastest of all
+policies in every search of a decoder with attention, 1.2 to 1.34 times `layer_inputs` (tests/benchmarks/LOG.md, What a
+step saves where no line applies).
+"""
+
+import logging
+from dataclasses import replace
+
+from tpu_experiments.config.curriculum import resolve_stages
+from tpu_experiments.config.defaults import LANES, fitting_rows, rows_of
+from tpu_experiments.config.errors import ConfigError
+from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.model_schema import ModelConfig
+from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.config.tuned import given, with_values
+from tpu_experiments.metrics.flops import read_decoder, recomputes
+from tpu_experiments.planning.analytic import largest_stage
+from tpu_experiments.planning.plan import ChipMemory
+from tpu_experiments.planning.stored_plans import sizes_of
+
+log = logging.getLogger(__name__)
+REMAT, MICRO = "model.remat", "trainer.micro_batch_rows"
+FASTEST = "save_dots"
+FEWEST_TOKENS = 2048
+"""Fewest tokens of a micro-batch to which `FASTEST` may reduce it: with fewer, a chip's share of sharded weights is
+gathered more often than products take time for."""
+MARGIN = 1.05
+"""Factor of the formulas' memory, for safety: of 35 compiled steps with `FASTEST` they gave 1.00 to 1.60 times the
+compiler's (tests/benchmarks/LOG.md, Memory counted twice)."""
+BESIDE_GIB = 0.25
+"""GiB of a chip that are left free: beside a step lies the code of a run's other programs, of which each has 0.02 to
+0.1 GiB."""
+
+
+def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
+    """Return the config with `save_dots` and as many rows at once as are estimated to fit with it.
+
+    Where the command, its files or a begun run set `save_dots` themselves, only the rows are chosen. Unchanged where
+    nothing fits, where another policy is set, and where the formulas do not hold: without a TPU's memory, with layers
+    that are not folded or have more than attention, with a base in NF4, with another class of model or trainer, and
+    with objectives whose step needs more than one of next tokens.
+
+    Args:
+        is_begun: the run is a continued one, and keeps what it saves.
+        is_logged: log what is chosen.
+    """
+    named = given(config)
+    is_open = REMAT not in named and not is_begun and not config.model.saved
+    if not (is_open or config.model.remat == FASTEST) or not is_estimated(config):
+        return config
+    found = largest_fitting(config, keeps_rows=MICRO in named)
+    if found is None or found[0] == config:
+        return config
+    chosen, memory = found
+    if is_logged:
+        rows = "" if chosen.trainer.micro_batch_rows is None else f" {MICRO}={chosen.trainer.micro_batch_rows}"
+        log.info(
+            "%s=%s%s: formulas put the largest step at %.1f of %.2f GiB; tuned=off leaves %s=%s",
+            REMAT, FASTEST, rows, memory.total, memory.limit, REMAT, config.model.remat,
+        )  # fmt: skip
+    return replace(chosen, tuned="settled")
+
+
+def is_estimated(config: Config) -> bool:
+    """Return whether the formulas hold for a run's step, and its layers are recomputed at all."""
+    objective = config.objective.planned_as() or config.objective
+    is_plain = config.model._target_ == ModelConfig._target_ and config.trainer._target_ == TrainerConfig._target_
+    counts = not objective.counts_flops and not objective.teacher_entries()
+    is_plain &= config.model.linear == "plain" and config.model.base != "nf4"  # its temporaries are 10.1 GiB, not 5.8
+    if config.hw.topology is None or config.model.size == "tiny" or not (is_plain and counts and recomputes(config)):
+        return False
+    arch = sizes_of(config.model)
+    try:
+        decoder = None if arch is None else read_decoder(arch)
+    except ConfigError:  # a family whose sizes no formula knows
+        return False
+    return decoder is not None and decoder.has_equal_layers(config.lora) and not decoder.rule(LANES)
+
+
+def largest_fitting(config: Config, *, keeps_rows: bool) -> tuple[Config, ChipMemory] | None:
+    """Return the config with `save_dots` and the most rows at once that fit, and its memory; None where none do.
+
+    Args:
+        keeps_rows: only the configured rows are tried.
+    """
+    arch = sizes_of(config.model)
+    for rows in [None] if keeps_rows else rows_to_try(config):
+        values = {REMAT: FASTEST} if rows is None else {REMAT: FASTEST, MICRO: rows}
+        try:
+            chosen = with_values(config, values)
+            _, memory = largest_stage(chosen, arch, resolve_stages(chosen))
+        except ConfigError:  # rows that a stage of another length cannot be divided into
+            continue
+        if MARGIN * memory.total + BESIDE_GIB <= memory.limit:
+            return chosen, memory
+    return None
+
+
+def rows_to_try(config: Config) -> list[int | None]:
+    """Return the rows of a chip at once to try, the most first: None as configured, then fewer.
+
+    The latter divide the chip's rows and have at least `FEWEST_TOKENS`.
+    """
+    rows, seq_len = rows_of(config).global_rows // num_shards(config), rows_of(config).seq_len
+    most = fitting_rows(rows, seq_len=seq_len, at_most=config.model.micro_tokens)
+    fewer = [n for n in range(most - 1, 0, -1) if rows % n == 0 and n * seq_len >= FEWEST_TOKENS]
+    return [None, *fewer]
