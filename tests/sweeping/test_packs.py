@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.composing import composed, refusal
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.defaults import is_open, with_lengths
+from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.packs import why_alone
 from tpu_experiments.config.task_schema import PlanTaskConfig
@@ -261,14 +261,10 @@ def test_points_whose_settings_differ_share_no_program(tmp_path: Path) -> None:
     assert "tuned" not in list(packs_text(packs))[-1]
 
 
-def test_rows_of_points_are_looked_up_once_for_all_that_could_share_a_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    common = ("sweeping.pack=4", "data=ultrachat_ro", "hw=v5e1", f"output_dir={tmp_path}")
-    with caplog.at_level("WARNING"):
-        known = settled(points("lora.r=8", "lora.r=16", "optim.lr=1e-3", common=common))
-    assert caplog.text.count("assumed until the data is prepared") == 1
-    assert not any(is_open(point.config) for point in known)
+def test_rows_are_what_is_known_of_the_data(tmp_path: Path) -> None:
+    common = ("sweeping.pack=4", "model=qwen05b", "data=uk_law", "hw=v5e1", f"output_dir={tmp_path}")
+    (point,) = settled(points("lora.r=8", common=common))
+    assert (point.config.trainer.seq_len, point.config.trainer.global_batch_rows) == (896, 16)
 
 
 def test_a_point_that_has_begun_is_judged_by_its_own_settings(tmp_path: Path) -> None:

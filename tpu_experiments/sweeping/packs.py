@@ -2,15 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tpu_experiments.config.curriculum import resolve_stages
-from tpu_experiments.config.defaults import is_open
+from tpu_experiments.config.defaults import is_open, with_lengths
 from tpu_experiments.config.identity import flatten
 from tpu_experiments.config.packs import why_alone
-from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.config.schema import Config
 from tpu_experiments.config.task_schema import PlanTaskConfig
 from tpu_experiments.planning.analytic import largest_stage, step_settings
 from tpu_experiments.planning.length import assumed_steps
@@ -34,31 +34,21 @@ START_SECONDS = 20.0
 
 
 def settled(points: Sequence[Point]) -> list[Point]:
-    """Return the points with the rows and speed settings that their own processes will choose (tasks/train.py).
+    """Return the points with the speed settings that their own processes will choose (tasks/train.py).
 
-    The rows of points that could share a program are looked up once; nothing is tokenised. Without a chip whose memory
-    is known the points are returned as they are.
+    Their rows are those of a begun run, else what the config knows of its data: to measure it takes the tokenizer, and
+    torch_xla with it, which has no place in a process that starts others. Without a chip whose memory is known the
+    points are returned as they are.
     """
     if points[0].config.hw.chip is None:
         return list(points)
-    rows: dict[Any, tuple[TrainerConfig, Mapping[str, int | None]]] = {}
     found = []
     for point in points:
         config, is_begun = point.config, False
         if config.task.name == "train":
             config, is_begun = with_settings_of_run(config), has_begun(config)
-        totals: Mapping[str, int | None] = {}
-        if is_open(config):
-            key = tuple(sorted(_common(config).items()))
-            if key not in rows:
-                # Imports tokenizers and readers, which takes seconds.
-                from tpu_experiments.training.row_lengths import measure_rows_and_totals
-
-                measured, totals = measure_rows_and_totals(config, is_lookup=True)
-                rows[key] = measured.trainer, totals
-            trainer, totals = rows[key]
-            config = replace(config, trainer=trainer)
-        found.append(replace(point, config=tuned(config, totals=totals, is_begun=is_begun, is_logged=False)))
+        config = with_lengths(config, None) if is_open(config) else config
+        found.append(replace(point, config=tuned(config, is_begun=is_begun, is_logged=False)))
     return found
 
 
