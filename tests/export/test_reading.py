@@ -1,6 +1,7 @@
 """An adapter from a folder: what was written comes back; what is more than A and B is refused in a sentence."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
+from tpu_experiments.export import reading
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
+from tpu_experiments.models.huggingface import HuggingFaceModel
+from tpu_experiments.models.sources.frozen import describe_trained
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
 A_OF_FIRST = f"base_model.model.{MODULES[0]}.lora_A.weight"
@@ -229,3 +233,104 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
     save_file({}, tmp_path / ADAPTER_FILE)
     assert complaint(tmp_path).startswith(f"{tmp_path / ADAPTER_FILE}; it holds no tensors")
+
+
+def set_in_config(folder: Path, **values: Any) -> None:
+    file = folder / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "names": {"target_modules": ["q_proj", "down_proj"]},
+    "whole names": {"target_modules": list(MODULES)},
+    "ends of names": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
+    "a pattern": {"target_modules": r"model\.layers\.\d\.(self_attn|mlp)\.(q|down)_proj"},
+    "all": {"target_modules": "all-linear"},
+    "numbers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1]},
+    "numbers below a name": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1],
+                             "layers_pattern": "layers"},
+    "others left out": {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]},
+    "names that no module has": {"target_modules": ["q_proj", "down_proj", "w1"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CHOSEN)
+def test_targets_in_any_form_that_peft_takes_are_those_of_the_file(tmp_path: Path, how: str) -> None:
+    written(tmp_path)
+    set_in_config(tmp_path, **CHOSEN[how])
+    assert read_adapter(str(tmp_path)).lora.targets == list(MODULES)
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "target_modules=['q_proj']": {"target_modules": ["q_proj"]},
+    "target_modules='.*q_proj'": {"target_modules": ".*q_proj"},
+    "layers_to_transform=[0]": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0]},
+    "layers_to_transform=0": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 0},
+    "layers_pattern='blocks'": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1],
+                                "layers_pattern": "blocks"},
+    "exclude_modules=['down_proj']": {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["down_proj"]},
+    r"exclude_modules='.*\\.mlp\\..*'": {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r".*\.mlp\..*"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", LEFT_OUT)
+def test_tensors_that_peft_leaves_out_are_refused(tmp_path: Path, told: str) -> None:
+    """PEFT would compute without them."""
+    written(tmp_path)
+    set_in_config(tmp_path, **LEFT_OUT[told])
+    said = complaint(tmp_path)
+    assert re.search(f"it has tensors of ({'|'.join(MODULES)}), which PEFT leaves out", said)
+    assert told in said
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("values", [*CHOSEN.values(), *LEFT_OUT.values()], ids=[*CHOSEN, *LEFT_OUT])
+def test_modules_are_chosen_as_peft_chooses_them(values: dict[str, Any]) -> None:
+    from peft import LoraConfig as TheirConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if values["target_modules"] == "all-linear":
+        pytest.skip("PEFT lists the modules before it chooses")
+    theirs = TheirConfig(**values)
+    names = [f"model.layers.{n}.{m}" for n in (0, 1, 11) for m in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
+    for name in [*names, "lm_head", "model.embed_tokens"]:
+        assert reading._is_selected(name, values) == bool(check_target_module_exists(theirs, name)), name
+
+
+@pytest.mark.xla
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("lost", ["layers.1.", "q_proj"])
+def test_a_file_without_the_tensors_of_a_module_that_it_targets_is_refused(tmp_path: Path, lost: str) -> None:
+    """PEFT warns of them, and computes without."""
+    from peft import LoraConfig as TheirConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = "tpu_experiments/samples/tiny_base"
+    theirs = TheirConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), theirs).save_pretrained(str(tmp_path))
+    source = HuggingFaceModel(ModelConfig(name="x", path=folder, dtype="float32"), seed=0)
+    whole = read_adapter(str(tmp_path))
+    describe_trained(source, lora=whole.whole, trained=whole.tensors, origin="it")
+    kept = {name: each for name, each in load_file(tmp_path / ADAPTER_FILE).items() if lost not in name}
+    save_file(kept, tmp_path / ADAPTER_FILE)
+    part = read_adapter(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"its adapter_config\.json targets \S*{lost}\S*, and the file has no \S+;"):
+        describe_trained(source, lora=part.whole, trained=part.tensors, origin="it")
+
+
+def test_a_module_that_is_trained_whole_may_be_written_three_times(tmp_path: Path) -> None:
+    """As PEFT does where the base was resized: as it is read, as it is held, and as it was before."""
+    written(tmp_path, modules_to_save=["lm_head"])
+    start = "base_model.model.lm_head"
+    whole = load_file(tmp_path / ADAPTER_FILE)
+    head = torch.randn(7, 5)
+    more = {f"{start}.weight": head, f"{start}.modules_to_save.weight": head.clone()}
+    save_file({**whole, **more, f"{start}.original_module.weight": head + 1}, tmp_path / ADAPTER_FILE)
+    found = read_adapter(str(tmp_path)).tensors
+    assert torch.equal(found["lm_head.weight"], head)
+    assert not [name for name in found if "module" in name]
+    save_file({**whole, **more, f"{start}.modules_to_save.weight": head + 1}, tmp_path / ADAPTER_FILE)
+    assert f"{start}.modules_to_save.weight and {start}.weight are one weight, and their values differ" in (
+        complaint(tmp_path)
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config
 
 from tests.training.tiny import ARCHITECTURES, Run, plain_config
 from tpu_experiments.models.passes.forward import attention_masks, logits_of, target_weights
@@ -41,6 +41,14 @@ def segments():
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_single_mask(segments, window):
     assert torch.equal(attention_masks(segments, config=Window(window)), plain(segments, window))
+
+
+@pytest.mark.parametrize(("kind", "read"), [(MistralConfig, True), (LlamaConfig, False), (Olmo2Config, False)])
+def test_a_window_is_that_of_a_class_that_has_one(segments, kind, read):
+    """A config keeps any key of its file, and transformers' Llama reads none of that name."""
+    config = kind(sliding_window=5)
+    assert config.sliding_window == 5
+    assert torch.equal(attention_masks(segments, config=config), plain(segments, 5 if read else None))
 
 
 def test_one_mask_per_layer_type(segments):

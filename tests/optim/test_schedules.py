@@ -12,7 +12,7 @@ from tpu_experiments.config.curriculum import Stage, resolve_stages
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import SHAPES, ScheduleConfig
 from tpu_experiments.config.words import CHOICES
-from tpu_experiments.optim.schedules import multiplier
+from tpu_experiments.optim.schedules import multiplier, unreached
 
 EXACT = {"rel": 0, "abs": 1e-15}
 
@@ -198,3 +198,24 @@ def test_what_contradicts_itself_is_refused(words: str) -> None:
 def test_a_key_that_one_stage_reads_is_no_mistake() -> None:
     found = stages("schedule.cycles=3", f"{STAGE}.schedule.name=cosine_with_restarts")
     assert (found["chat"].schedule.cycles, found["chat"].schedule.name) == (3, "cosine_with_restarts")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_steps", "said"),
+    [
+        (ScheduleConfig(name="cosine_with_restarts", cycles=50, warmup_steps=0), 99, "cycles=50 in 99 steps: a"),
+        (ScheduleConfig(name="cosine_with_restarts", cycles=50, warmup_steps=0), 100, None),
+        (ScheduleConfig(name="cosine_with_restarts", cycles=3, warmup_steps=5), 10, "use 2 or fewer"),
+        (ScheduleConfig(name="wsd", decay_fraction=0.1, warmup_steps=0), 10, "of 10 steps is a decay of 1, which"),
+        (ScheduleConfig(name="wsd", decay_fraction=0.1, warmup_steps=0), 11, None),
+        (ScheduleConfig(name="wsd", decay_fraction=0.001, warmup_steps=0), 1000, "use 0.002 or more"),
+        (ScheduleConfig(name="cosine", warmup_steps=0), 1, None),
+    ],
+)
+def test_a_fall_that_a_stage_is_too_short_for_is_told(schedule, num_steps, said) -> None:
+    """Cycles of one step are all at the peak, and so is a decay of one."""
+    found = unreached(schedule, num_steps=num_steps)
+    assert (found is None) == (said is None)
+    assert said is None or said in found
+    rates = [multiplier(schedule, step=step, num_steps=num_steps) for step in range(num_steps)]
+    assert said is not None or num_steps == 1 or min(rates) < 0.9

@@ -217,6 +217,17 @@ REFUSED = {
     "object of type 'adapter', not a model": {"general__type": "adapter"},
     "its header has no llama.block_count": {"llama__block_count": None},
     "of different sizes": {"llama__attention__value_length": 32},
+    "tokenizer.ggml.eos_token_id=999999, and it has": {"tokenizer__ggml__eos_token_id": 999_999},
+    "tokenizer.ggml.eot_token_id=999999, and it has": {"tokenizer__ggml__eot_token_id": 999_999},
+    "tokenizer.ggml.bos_token_id='<s>', and it has": {"tokenizer__ggml__bos_token_id": "<s>"},
+    "its general.alignment is 0": {"general__alignment": 0},
+    "its general.alignment is 'wide'": {"general__alignment": "wide"},
+    "llama.attention.layer_norm_rms_epsilon='small' is no number": {
+        "llama__attention__layer_norm_rms_epsilon": "small"
+    },
+    "llama.rope.freq_base='high' is no number": {"llama__rope__freq_base": "high"},
+    "its num_attention_heads is 'many', not one positive number": {"llama__attention__head_count": "many"},
+    "a value of its header is of another kind": {"llama__attention__key_length": "wide"},
     "the model computes something else than llama.cpp": {"llama__rope__freq_base": 1e4},
 }
 
@@ -233,6 +244,19 @@ def test_what_is_not_known_is_refused(
         opened(file, revision=None)
     assert str(caught.value).startswith(f"model.path={file}; ")
     assert not folder_of(file).exists()
+
+
+def test_an_id_of_padding_outside_the_vocabulary_is_none(tmp_path: Path, tokenizer: Any) -> None:
+    """Files have -1 there, as an unsigned number; llama.cpp warns of it."""
+    file = changed(written(tmp_path, made(CASES[0]), tokenizer), tokenizer__ggml__padding_token_id=2**32 - 1)
+    folder = opened(file, revision=None)
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] is None
+
+
+def test_divisors_of_rope_that_are_zero_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    header = read_header(written(tmp_path, made(CASES[0]), tokenizer))
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight are not those of Llama 3's RoPE: the largest is 0;"):
+        settings.config_values(header, [0.0] * 8)
 
 
 def test_a_tensor_that_is_not_known_is_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -117,6 +118,58 @@ def test_weights_are_compared_where_they_are_there(tmp_path):
     (weights,) = content_of(tmp_path)["checks"]
     assert weights["said"].startswith("with all 2 layers the logits agree to")
     assert str(tmp_path / "model" / "model.safetensors") in content_of(tmp_path)["files"]
+
+
+def with_bias(folder):
+    """A tensor that nothing reads, since the config has no biases."""
+    file = folder / "model.safetensors"
+    bias = {"model.layers.1.mlp.up_proj.bias": torch.ones(96)}
+    save_file({**load_file(file), **bias}, file, {"format": "pt"})
+
+
+def with_one_layer(folder):
+    """Weights of two layers, and a config of one."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1, "layer_types": None}))
+
+
+def with_a_nan(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def with_an_index_alone(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_another_format(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (with_bias, "1 tensor that Qwen2ForCausalLM has not"),
+        pytest.param(with_one_layer, "tensors that Qwen2ForCausalLM has not", marks=pytest.mark.slow),
+        pytest.param(with_a_nan, "NaN", marks=pytest.mark.slow),
+        (with_an_index_alone, "model-00001-of-00002.safetensors"),
+        pytest.param(with_another_format, "no model.safetensors and no", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_training_refuses_are_refused(fault, said, tmp_path):
+    """transformers leaves out what it does not know, and the layers behind the compared ones of a large model."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of("qwen2"), dtype=torch.float32).save_pretrained(tmp_path / "model")
+    fault(tmp_path / "model")
+    done = certify(tmp_path / "model", "task.checks=[weights]", place=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (weights,) = content_of(tmp_path)["checks"]
+    assert weights["verdict"] == "refused"
+    assert said in weights["said"]
 
 
 def test_a_compilation_that_takes_too_long_is_ended_and_formulas_plan(tmp_path):

@@ -65,6 +65,8 @@ REFUSED = (
 """Fields of PEFT's LoraConfig (0.21) that change or extend what an adapter computes; LoRA and DoRA have them empty."""
 WHOLE = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of the embedding and the head, by which PEFT knows them."""
+COPY, BEFORE = "modules_to_save", "original_module"
+"""Parts of names under which PEFT writes a module that is trained whole once more, and as it was before."""
 OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base unchanged; with others PEFT changes the base when it loads."""
 
@@ -82,6 +84,13 @@ class Adapter:
     """Name or path of its base model as in adapter_config.json; may be empty."""
     rounded: dict[str, Any] | None = None
     """What the adapted weights are rounded to (`model_schema.rounded_settings`); None where they are not."""
+    named: tuple[str, ...] = ()
+    """Further targets of its adapter_config.json, whose modules have tensors unless some of the file are missing."""
+
+    @property
+    def whole(self) -> LoraConfig:
+        """Return `lora` with the modules that have no tensors although adapter_config.json targets them."""
+        return replace(self.lora, targets=[*self.lora.targets, *self.named])
 
 
 def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
@@ -112,6 +121,7 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
             f"{folder}; {alone} is of one expert, which transformers 5 holds with the others; load it over its base "
             "with PEFT and save it again, which writes the form that is read here."
         )
+    layout = _without_copies(layout, place=paths.join(folder, ADAPTER_FILE))
     names = {inner_name(name): name for name in sorted(_names_of_settings(layout, lora))}
     layout = _without_tied(_without_rows_of_head(layout, config.get("trainable_token_indices")), lora)
     dora, is_rounded = lora.dora, config.get("peft_type") == ROUNDED
@@ -140,6 +150,7 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         raise ConfigError(f"{place}; modules_to_save has {absent[0]}, and the file no tensor of it; copy it again.")
     owners = sorted({name.rpartition(".")[0] for name in tensors if is_adapter_part(name) and not is_of_rows(name)})
     targets = [name for name in owners if not is_of_parameter(name)]
+    _require_targeted(targets, names, config, lora, place=place)
     linears = sorted({name.rpartition(".")[0] for name in tensors if is_of_linear(name)})
     lacking = [name for name in linears if dora and f"{name}.{MAGNITUDE}" not in tensors]
     if lacking:
@@ -156,7 +167,8 @@ def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:
         trainable_token_indices=_tokens(config.get("trainable_token_indices"), tensors, place=place),
     )
     rounded = dict(config.get("rounded") or {}) if is_rounded else None
-    return Adapter(lora, tensors, base=str(config.get("base_model_name_or_path") or ""), rounded=rounded)
+    base, named = str(config.get("base_model_name_or_path") or ""), _named_targets(config)
+    return Adapter(lora, tensors, base=base, rounded=rounded, named=tuple(n for n in named if n not in targets))
 
 
 def _settings(config: Any, *, place: str) -> LoraConfig:
@@ -223,6 +235,88 @@ def _pattern(config: Mapping[str, Any], key: str, kind: type[int] | type[float],
         if problem := pattern_problem(name):
             raise ConfigError(f"{place}; {key} has {name!r:.60}; {problem}.")
     return {name: kind(value) for name, value in given.items()}
+
+
+def _require_targeted(
+    owners: Iterable[str], names: Mapping[str, str], config: Mapping[str, Any], lora: LoraConfig, *, place: str
+) -> None:
+    """Require the modules that have adapters to be those that PEFT would give one.
+
+    Args:
+        names: names as in the file, by those in a decoder.
+
+    Raises:
+        ConfigError: PEFT would leave one out.
+    """
+    for owner in owners:
+        is_shared = lora.ensure_weight_tying and f"{owner}.weight".endswith(WHOLE)  # one adapter, named by either
+        is_router = any(is_named(f"{owner}.weight", each) for each in lora.target_parameters)
+        own_names = (owner, names.get(owner, owner).removeprefix(PREFIX))
+        if not (is_shared or is_router or any(_is_selected(name, config) for name in own_names)):
+            keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+            shown = ", ".join(f"{key}={config[key]!r:.80}" for key in keys if config.get(key) not in (None, []))
+            raise ConfigError(
+                f"{place}; it has tensors of {owner}, which PEFT leaves out by {ADAPTER_CONFIG} ({shown}); copy both "
+                "files of one adapter again."
+            )
+
+
+def _is_selected(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT (0.21, `check_target_module_exists`) gives a module an adapter.
+
+    Also where the config has what is not followed here: no targets, or a regular expression that may take for ever.
+    """
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if excluded and _is_listed(name, excluded) and not _is_endless(excluded):
+        return False
+    if targets is None or _is_endless(targets) or str(targets).lower() == "all-linear":
+        return True
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
+    if isinstance(targets, str) or name in targets or layers is None or layers == []:
+        return _is_listed(name, targets)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if any(pattern_problem(str(pattern)) for pattern in patterns):
+        return True
+    found = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
+    number = next((int(match.group(1)) for match in found if match), None)
+    return _is_listed(name, targets) and number in ([layers] if isinstance(layers, int) else layers)
+
+
+def _is_listed(name: str, names: Any) -> bool:
+    """Return whether names, by their ends, or a regular expression have a module."""
+    if isinstance(names, str):
+        return re.fullmatch(names, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in names)
+
+
+def _is_endless(names: Any) -> bool:
+    return isinstance(names, str) and pattern_problem(names) is not None
+
+
+def _named_targets(config: Mapping[str, Any]) -> list[str]:
+    """Return the targets of adapter_config.json as `lora.targets` takes them; none where these are not all it says."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("exclude_modules") or config.get("layers_to_transform"):
+        return []
+    return [part for name in map(str, targets) for part in ([inner_name(name), f"*.{name}"] if "." in name else [name])]
+
+
+def _without_copies(layout: dict[str, Tensor], *, place: str) -> dict[str, Tensor]:
+    """Return the tensors without what PEFT writes again of a module that is trained whole in a resized base.
+
+    It writes `X.weight`, which it reads, and beside it `X.modules_to_save.weight` with the same values and
+    `X.original_module.weight`, those of before.
+
+    Raises:
+        ConfigError: the two that are trained differ.
+    """
+    again = {name: name.replace(f".{COPY}.", ".") for name in layout if f".{COPY}." in name}
+    again = {name: plain for name, plain in again.items() if plain in layout}
+    for name, plain in sorted(again.items()):
+        if not torch.equal(layout[name], layout[plain]):
+            raise ConfigError(f"{place}; {name} and {plain} are one weight, and their values differ; save it again.")
+    before = {name for name in layout if f".{BEFORE}." in name and name.replace(f".{BEFORE}.", ".") in layout}
+    return {name: tensor for name, tensor in layout.items() if name not in again and name not in before}
 
 
 def _without_rows_of_head(layout: dict[str, Tensor], given: Any) -> dict[str, Tensor]:

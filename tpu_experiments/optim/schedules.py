@@ -23,6 +23,23 @@ def warmup_steps(schedule: ScheduleConfig, *, num_steps: int) -> int:
     return min(MOST_WARMUP_STEPS, int(WARMUP_SHARE * num_steps))
 
 
+def unreached(schedule: ScheduleConfig, *, num_steps: int) -> str | None:
+    """Return a sentence where a stage has too few steps for the fall of its schedule; None where it has enough."""
+    after = num_steps - warmup_steps(schedule, num_steps=num_steps)
+    if schedule.name == "cosine_with_restarts" and 2 * schedule.cycles > after > 0:
+        return (
+            f"schedule.cycles={schedule.cycles} in {after} steps: a cycle has less than two, so that the rate does not "
+            f"fall within one; use {max(1, after // 2)} or fewer"
+        )
+    decay = math.ceil(schedule.decay_fraction * num_steps)
+    if schedule.name == "wsd" and decay < 2 and after > 0:
+        return (
+            f"schedule.decay_fraction={schedule.decay_fraction:g} of {num_steps} steps is a decay of {decay}, which "
+            f"begins at the peak and ends there; use {2 / num_steps:.2g} or more"
+        )
+    return None
+
+
 def multiplier(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
     """Return the multiple of the peak learning rate for update number `step` (from 0) of `num_steps`.
 

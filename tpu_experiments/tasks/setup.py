@@ -38,6 +38,7 @@ from tpu_experiments.objectives.base import (
     writes_text,
 )
 from tpu_experiments.optim.facts import require_patterns
+from tpu_experiments.optim.schedules import unreached
 from tpu_experiments.optim.updates import optimizer_of
 from tpu_experiments.runtime.processes.hosts import Hosts
 from tpu_experiments.runtime.sharding import ShardingTable, check_heads
@@ -96,7 +97,9 @@ def set_up(config: Config, folder: RunFolder, *, said: set[str] | None = None) -
         log.warning("%s", text)
     for stage in inputs.stages:
         stage_rows(inputs, stage, config=config)  # refuses too few written epochs
-    for text in long_warmups(inputs.stages, steps_by_stage(inputs, config=config)):
+    steps = steps_by_stage(inputs, config=config)
+    falls = (unreached(stage.schedule, num_steps=steps[stage.name]) for stage in inputs.stages)
+    for text in (*long_warmups(inputs.stages, steps), *filter(None, dict.fromkeys(falls))):
         log.warning("%s", text)
     return inputs
 

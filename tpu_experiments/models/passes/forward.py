@@ -75,7 +75,10 @@ def by_layer_type(mask_of: MaskOf, *, config: Any) -> Tensor | Masks:
         Of layers that hand on a state, None: their classes would take a mask (B, T) of padding, which is behind the
         documents here and does not reach them.
     """
-    window: int | None = getattr(config, "sliding_window", None)
+    # A config keeps any key of its file: `sliding_window` of a Llama is no field of its class, and no layer reads it.
+    kind = type(config)
+    is_read = hasattr(kind, "sliding_window") or not kind.__module__.startswith("transformers.")
+    window: int | None = getattr(config, "sliding_window", None) if is_read else None
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return mask_of(window, None)

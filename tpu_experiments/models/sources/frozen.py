@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, lora_of
+from tpu_experiments.config.model_schema import LoraConfig, is_target, lora_of
 from tpu_experiments.models.adapters.dora import DoraLinear
 from tpu_experiments.models.adapters.embeddings import adapted_embedding
 from tpu_experiments.models.adapters.experts import ParameterLora, adapted_parameters
@@ -242,6 +243,8 @@ def describe_trained(
     strays = [name for name, weight in weights.items() if weight.rpartition(".")[0] not in bases]
     if strays:
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
+    # PEFT takes a target that no module has.
+    lora = replace(lora, targets=[each for each in lora.targets if any(is_target(name, each) for name in bases)])
     module, _ = describe(source, lora=lora)
     module.requires_grad_(False)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if not is_side_tensor(name)}
@@ -261,6 +264,20 @@ def _not_of_this_model(
         return ConfigError(
             f"{origin}; it has {found[0]} rows of {name} and model.path={model.model.path} has {expected[0]}: its base "
             f"was resized; set model.vocab_size={found[0]}."
+        )
+    module = name.rpartition(".")[0]
+    weight = weight_of(module) if is_adapter_part(name) else name
+    first = next((first for first, others in model.tied_names.items() if weight in others), None)
+    if first is not None and expected is None:
+        return ConfigError(
+            f"{origin}; it has {name}, and in its base {weight} is {first} (tie_word_embeddings): PEFT trained the two "
+            "apart, as ensure_weight_tying is false; merge it into its base with PEFT's merge_and_unload, save that, "
+            "and give its folder as model.path."
+        )
+    if found is None and is_adapter_part(name):
+        return ConfigError(
+            f"{origin}; its adapter_config.json targets {module}, and the file has no {name}; copy it again, or name "
+            "the base that it was trained on: task.base=FOLDER or model.path=FOLDER."
         )
     has, wants = ("nothing" if shape is None else str(tuple(shape)) for shape in (found, expected))
     return ConfigError(

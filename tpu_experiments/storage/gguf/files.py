@@ -184,7 +184,9 @@ def _header(file: Path, data: mmap.mmap) -> Header:
         shape = reader.numbers(f"{dims}Q")
         kind, offset = reader.numbers("IQ")
         found[name] = StoredTensor(tuple(reversed(shape)), kind, offset)
-    step = int(values.get("general.alignment", 32))
+    step = values.get("general.alignment", 32)
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        raise _damaged(file, f"its general.alignment is {step!r:.40}")
     begin = math.ceil(reader.at / step) * step
     tensors = {name: replace(tensor, start=begin + tensor.start) for name, tensor in found.items()}
     return Header(file, values, tensors, len(data))

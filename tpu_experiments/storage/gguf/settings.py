@@ -89,6 +89,17 @@ class Values:
             raise refusal(self.header, f"its header has no {self.arch}.{name}")
         return self.left.pop(name, default)
 
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number of the architecture.
+
+        Raises:
+            ConfigError: it is absent and has no default, or is no finite number.
+        """
+        value = self.take(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise refusal(self.header, f"{self.arch}.{name}={value!r:.60} is no number")
+        return float(value)
+
     def require_none_left(self) -> None:
         """Refuse what was not taken.
 
@@ -115,8 +126,17 @@ def config_values(header: Header, freqs: Sequence[float] | None = None) -> dict[
         freqs: the tensor of divisors of RoPE's frequencies, if the file has it.
 
     Raises:
-        ConfigError: the architecture or one of its values is not known here.
+        ConfigError: the architecture or one of its values is not known here, or of another kind.
     """
+    try:
+        return _config_values(header, freqs)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise refusal(header, f"a value of its header is of another kind ({error!s:.80})") from error
+
+
+def _config_values(header: Header, freqs: Sequence[float] | None) -> dict[str, Any]:
     arch = str(header.values.get("general.architecture"))
     if header.values.get("general.type", "model") != "model":
         raise refusal(header, f"it holds an object of type {header.values['general.type']!r:.40}, not a model")
@@ -130,7 +150,7 @@ def config_values(header: Header, freqs: Sequence[float] | None = None) -> dict[
         if name != "model_type" and not (isinstance(value, int) and value > 0):
             raise refusal(header, f"its {name} is {value!r:.60}, not one positive number")
     found["num_key_value_heads"] = values.take("attention.head_count_kv", heads)
-    found["rms_norm_eps"] = float(f"{values.take('attention.layer_norm_rms_epsilon'):.6g}")  # float32 in the file
+    found["rms_norm_eps"] = float(f"{values.number('attention.layer_norm_rms_epsilon'):.6g}")  # float32 in the file
     found["head_dim"] = _head_dim(values, found["hidden_size"] // heads)
     found["vocab_size"] = header.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in header.tensors else 0
     if values.take("vocab_size", found["vocab_size"]) != found["vocab_size"]:
@@ -155,22 +175,24 @@ def _head_dim(values: Values, default: int) -> int:
 
 
 def _rope(values: Values, sizes: Mapping[str, Any], freqs: Sequence[float] | None) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": float(values.take("rope.freq_base", 10000.0))}
+    rope = {"rope_type": "default", "rope_theta": values.number("rope.freq_base", 10000.0)}
     kind = values.take("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": float(values.take("rope.scaling.factor"))}
+        rope |= {"rope_type": kind, "factor": values.number("rope.scaling.factor")}
     elif kind != "none":
         raise refusal(values.header, f"its RoPE is scaled by {kind!r:.40}")
     if kind == "yarn":
         rope["original_max_position_embeddings"] = values.take("rope.scaling.original_context_length")
-        rope["beta_fast"] = float(values.take("rope.scaling.yarn_beta_fast", 32.0))
-        rope["beta_slow"] = float(values.take("rope.scaling.yarn_beta_slow", 1.0))
+        rope["beta_fast"] = values.number("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = values.number("rope.scaling.yarn_beta_slow", 1.0)
     return rope if freqs is None else _llama3(values.header, rope, freqs, head_dim=sizes["head_dim"])
 
 
 def _llama3(header: Header, rope: dict[str, Any], freqs: Sequence[float], *, head_dim: int) -> dict[str, Any]:
     """Return Llama 3's scaled RoPE, whose divisors of frequencies are those of the file."""
     factor, (low, high) = max(freqs), LLAMA3_ROPE.values()
+    if factor <= 0:
+        raise refusal(header, f"its {ROPE_FREQS} are not those of Llama 3's RoPE: the largest is {factor:g}")
     for length in LLAMA3_LENGTHS:
         turns = (length * rope["rope_theta"] ** (-2 * pair / head_dim) / (2 * math.pi) for pair in range(head_dim // 2))
         parts = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
@@ -189,7 +211,7 @@ def _of_gemma(values: Values, found: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(pattern, int):
         pattern = [(index + 1) % pattern != 0 for index in range(layers)]
     own["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
-    local = {"rope_type": "default", "rope_theta": float(values.take("rope.freq_base_swa", 10000.0))}
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0)}
     own["rope_parameters"] = {"full_attention": found["rope_parameters"], "sliding_attention": local}
     own["query_pre_attn_scalar"] = GEMMA_27B_SCALAR if layers == GEMMA_27B_LAYERS else found["head_dim"]
     own["final_logit_softcapping"] = values.take("final_logit_softcapping", 0.0) or None
@@ -197,15 +219,33 @@ def _of_gemma(values: Values, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ends(header: Header) -> dict[str, Any]:
-    known = header.values.get
-    found = {name: known(f"tokenizer.ggml.{key}_token_id") for name, key in IDS.items()}
-    return {f"{name}_token_id": index for name, index in found.items()}
+    return {f"{name}_token_id": token_id(header, key) for name, key in IDS.items()}
+
+
+def token_id(header: Header, key: str) -> int | None:
+    """Return the id of a special token; None where the file names none.
+
+    An id of padding outside the vocabulary is none either: nothing here pads with it, and files have -1 there.
+
+    Raises:
+        ConfigError: it is no id of the file's tokens.
+    """
+    index, tokens = header.values.get(f"tokenizer.ggml.{key}_token_id"), header.values.get("tokenizer.ggml.tokens")
+    if index is None:
+        return None
+    is_whole = isinstance(index, int) and not isinstance(index, bool)
+    if is_whole and 0 <= index < (len(tokens) if isinstance(tokens, list) else 2**32 - 1):
+        return int(index)
+    if key == "padding":
+        return None
+    count = f"{len(tokens):,} tokens" if isinstance(tokens, list) else "no list of tokens"
+    raise refusal(header, f"tokenizer.ggml.{key}_token_id={index!r:.40}, and it has {count}")
 
 
 def end_ids(header: Header) -> list[int]:
     """Return the ids that end an answer: of the text, of a turn and of a message."""
-    found = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(index for index in found if isinstance(index, int)))
+    found = (token_id(header, name) for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(index for index in found if index is not None))
 
 
 def require_every_tensor(header: Header, shapes: Mapping[str, tuple[int, ...]], *, used: Collection[str] = ()) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.storage.gguf.files import Header
-from tpu_experiments.storage.gguf.settings import IDS, refusal
+from tpu_experiments.storage.gguf.settings import IDS, refusal, token_id
 from tpu_experiments.storage.gguf.splits import (
     BLANK,
     CONTROL,
@@ -54,7 +54,7 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerFast:
         raise refusal(header, f"its tokenizer lacks a part ({type(error).__name__}: {error!s:.60})") from error
     tokens = header.values["tokenizer.ggml.tokens"]
     _add_marked(backend, header)
-    ids = {name: header.values.get(f"tokenizer.ggml.{key}_token_id") for name, key in IDS.items()}
+    ids = {name: token_id(header, key) for name, key in IDS.items()}
     special = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
     _add_ends(backend, header, special, adds_begin=adds_begin)
     made: PreTrainedTokenizerFast = PreTrainedTokenizerFast(

@@ -15,6 +15,7 @@ from tpu_experiments.config.model_schema import LoraConfig
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import HuggingFaceModel
 from tpu_experiments.models.parts.rope import row_limits
+from tpu_experiments.models.sources.build import shapes_of_base
 from tpu_experiments.models.sources.isolation import (
     Unchecked,
     check_isolation,
@@ -41,6 +42,14 @@ from tpu_experiments.tasks.certify.numerics import (
 )
 from tpu_experiments.tasks.certify.page import files_of
 from tpu_experiments.training.batches import load_run_tokenizer, tokenizer_location
+
+WEIGHTS = ("*.safetensors*", "pytorch_model*", "model*.bin", "consolidated*", "*.pth", "tf_model*", "flax_model*")
+"""Files of a folder that hold weights, in any format."""
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has files of weights, those that cannot be read here among them."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
 
 
 @dataclass
@@ -150,12 +159,29 @@ class Subject:
 
     def weights(self) -> Seen:
         """Compare the checkpoint itself, as it is loaded, with transformers."""
-        if self.folder is None or not any(self.folder.glob("*.safetensors")):
+        if self.folder is None or not has_weights(self.folder):
             raise NotChecked("there are no weights; a copy of the config with random ones is compared above")
+        self.require_all_read()
         done = check_loaded(model_source(self.config), lora=self.config.lora, is_packed=self.is_packed)
         if done.reason:
             raise NotChecked(done.reason)
         return Seen(f"with {done.part} the logits agree to {done.apart:.1g} of the largest", {"logits": done.apart})
+
+    def require_all_read(self) -> None:
+        """Require what training does: every parameter in its shape, nothing that is left unread, no value NaN.
+
+        transformers leaves tensors that it does not know, and the comparison of a large model has its first layers.
+
+        Raises:
+            ConfigError: the checkpoint is refused.
+        """
+        source = model_source(self.config)
+        if source.random:
+            return
+        shapes = shapes_of_base(source.empty())
+        source.require_weights(shapes)
+        for _ in source.weights(list(shapes)):  # each is checked as it is read, and held no longer
+            pass
 
     def adapter(self) -> Seen:
         """Compare adapters with PEFT's, or, without adapters, the gradients of all weights with transformers'."""

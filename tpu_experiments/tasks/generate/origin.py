@@ -109,7 +109,7 @@ def _with_adapter(origin: Origin, folder: str, *, is_own: bool = False) -> Origi
     is_drawn = is_own and (model.init == "random" or model.size == "tiny")
     if not is_drawn and found.base.rstrip("/").rpartition("/")[2] != path.rstrip("/").rpartition("/")[2]:
         log.warning("%s names %s as its base, and the model is %s", folder, found.base or "nothing", path)
-    return replace(origin, lora=found.lora, trained=found.tensors, text=f"adapter {folder}")
+    return replace(origin, lora=found.whole, trained=found.tensors, text=f"adapter {folder}")
 
 
 def form_of(run: str, form: str) -> str:
