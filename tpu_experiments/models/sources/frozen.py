@@ -243,8 +243,9 @@ def describe_trained(
     strays = [name for name, weight in weights.items() if weight.rpartition(".")[0] not in bases]
     if strays:
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
+    modules = [name for name, _ in source.empty().named_modules()]
     # PEFT takes a target that no module has.
-    lora = replace(lora, targets=[each for each in lora.targets if any(is_target(name, each) for name in bases)])
+    lora = replace(lora, targets=[each for each in lora.targets if any(is_target(name, each) for name in modules)])
     module, _ = describe(source, lora=lora)
     module.requires_grad_(False)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if not is_side_tensor(name)}
