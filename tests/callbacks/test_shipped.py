@@ -99,6 +99,15 @@ def test_a_command_that_fails_is_logged(
     assert record.message.startswith("callbacks.mine: ")
 
 
+def test_a_command_reads_why_a_run_failed_without_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "told"
+    write = f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read() + '\\n')"
+    callback = RunCommand(command=[sys.executable, "-S", "-c", write])
+    callback.on_end(moment(tmp_path), "failed", "no answer from https://me:hunter2secret9@hub.lab/data")
+    (end,) = told(file)
+    assert end["text"] == "x failed after step 3: no answer from https://REDACTED@hub.lab/data"
+
+
 def test_a_run_that_was_asked_to_stop_waits_for_no_command_that_has_not_begun(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,10 +1,17 @@
 """The fan-out: what one logger's failure means for the others and for the run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tpu_experiments.config.schema import Config
 from tpu_experiments.loggers.base import Loggers
+from tpu_experiments.loggers.plan_estimates import PlanEstimates
+from tpu_experiments.storage.run_folder import RunFolder
+from tpu_experiments.storage.spool import Spool
+from tpu_experiments.training.batches import RunInputs
+from tpu_experiments.training.outputs import RunOutputs
 
 
 class Recorder:
@@ -48,6 +55,38 @@ def test_every_logger_gets_every_call() -> None:
     loggers.finish()  # in a `finally`, after the run did it
     expected = [(1, {"train/loss": 2.0}), (1, "sample", "da"), ({"lr": 1e-3}, {"eval/loss": 1.5}), "finish"]
     assert one.calls == two.calls == expected
+
+
+class Keeping(Recorder):
+    def ends(self, ended: str) -> None:
+        self.calls.append(ended)
+
+
+def test_a_logger_that_keeps_how_a_run_ended_is_told_before_its_end() -> None:
+    keeping, other = Keeping(), Recorder()
+    Loggers({"one": keeping, "two": other}).finish("stopped")
+    assert keeping.calls == ["stopped", "finish"]
+    assert other.calls == ["finish"]
+
+
+@pytest.mark.parametrize("ended", ["finished", "stopped", "failed"])
+def test_a_run_tells_its_loggers_how_it_ended_and_a_rollback_is_no_failure(ended: Any, tmp_path: Path) -> None:
+    before, after = Keeping(), Keeping()
+    outputs = RunOutputs(
+        Config(),
+        RunFolder(str(tmp_path), "x"),
+        inputs=RunInputs(None, {}, []),
+        loggers=Loggers({"one": before}),
+        provenance={},
+        estimates=PlanEstimates(),
+        ledger=None,
+        spool=Spool(str(tmp_path), key="x", marker="COMMIT.json"),
+        reopen_loggers=lambda: Loggers({"one": after}),
+    )
+    outputs.rewind(0, num_lost=1)
+    outputs.close(ended)
+    assert before.calls == ["stopped", "finish"]
+    assert after.calls == [ended, "finish"]
 
 
 def test_an_optional_logger_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

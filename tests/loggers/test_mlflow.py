@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from tests.training.test_hosts import free_port
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
-from tpu_experiments.loggers.base import LoggerContext
+from tpu_experiments.loggers.base import LoggerContext, Loggers
 from tpu_experiments.loggers.mlflow import MlflowLogger, tracking_uri
 from tpu_experiments.loggers.tracked_run import stored_id
 
@@ -74,7 +75,7 @@ def test_without_a_server_all_is_in_a_file_and_a_resumed_run_goes_on(make_contex
         again.scalars(step, {"train/loss": 4.0 - step})
     again.scalars(3, {"train/loss": 9.0})  # a rollback, after which it is another
     again.hparams({"lora.r": 4}, {"hparam/eval_loss": 1.25})
-    again.finish()
+    Loggers({"mlflow": again}).finish("finished")
     assert history(uri, run) == [(1, 3.0), (2, 2.0), (3, 1.0), (3, 9.0), (4, 0.0)]
     last = client(uri).get_run(run)
     assert last.info.status == "FINISHED"
@@ -83,6 +84,11 @@ def test_without_a_server_all_is_in_a_file_and_a_resumed_run_goes_on(make_contex
     assert text.read_text() == "Dunărea"
     (picture,) = Path(context.config.output_dir, "mlflow_artifacts").rglob("loss/*.png")
     assert picture.read_bytes() == PNG
+    for ended, status in (("failed", "FAILED"), ("stopped", "KILLED")):
+        broken = MlflowLogger(replace(context, resume_step=4), experiment="tests")
+        broken.hparams({}, {"hparam/eval_loss": 1.25})  # and what comes after the last step fails
+        Loggers({"mlflow": broken}).finish(ended)
+        assert client(uri).get_run(run).info.status == status
     client(uri).delete_run(run)
     anew = MlflowLogger(replace(context, resume_step=1), experiment="tests")
     anew.finish()
@@ -104,6 +110,81 @@ def test_a_bucket_needs_a_server(make_config: Callable[..., Config], monkeypatch
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     MlflowLogger.check(config, experiment="tests")
     assert tracking_uri(config, "http://other:2") == "http://other:2"
+
+
+BAD_PLACES = {
+    "mlflow.lab": "write http://mlflow.lab:5000, or file:///FOLDER.",
+    "localhost:5000": "write http://localhost:5000,",
+    "htp://host:5000": "write http://host:5000,",
+    "databricks.lab": "write http://databricks.lab:5000,",
+    "runs.db": "it names no server and no database;",
+    "http://": "it names no server and no database;",
+    "sqlite://runs.db": "it names no server and no database;",
+}
+GOOD_PLACES = (
+    *("http://127.0.0.1:1", "https://mlflow.lab/at/it", "sqlite:///runs.db", "sqlite:////a/runs.db", "file:///a/runs"),
+    *(
+        "/a/runs",
+        "postgresql://a@b/c",
+        "mysql+pymysql://a@b/c",
+        "mssql+pyodbc://a",
+        "sqlite+pysqlite:///a.db",
+        "databricks",
+        "databricks://mine",
+    ),
+)
+
+
+@pytest.mark.parametrize("place", BAD_PLACES)
+def test_a_place_that_is_none_of_mlflows_is_refused(
+    place: str, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("name=x")
+    with pytest.raises(ConfigError, match=r"^logger\.mlflow\.options\.uri=") as refused:
+        MlflowLogger.check(config, experiment="tests", uri=place)
+    assert BAD_PLACES[place] in str(refused.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
+        MlflowLogger.check(config, experiment="tests")
+
+
+@needs_client
+def test_a_place_of_mlflows_is_taken_and_a_refused_one_is_shown_without_its_password(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config("name=x")
+    for place in GOOD_PLACES:
+        MlflowLogger.check(config, experiment="tests", uri=place)
+    with pytest.raises(ConfigError) as refused:
+        MlflowLogger.check(config, experiment="tests", uri="htp://me:hunter2secret9@host")
+    assert "hunter2secret9" not in str(refused.value)
+
+
+TOGETHER = """
+import os, pickle, sys
+from tpu_experiments.loggers.mlflow import MlflowLogger
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+import mlflow.store.tracking.sqlalchemy_store
+children = []
+for context in pickle.load(sys.stdin.buffer):
+    if not (child := os.fork()):
+        MlflowLogger(context, experiment="tests").finish()
+        os._exit(0)
+    children.append(child)
+sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))
+"""
+
+
+@needs_client
+def test_runs_that_begin_together_in_a_new_file_are_all_in_it(make_context: MakeContext) -> None:
+    """MLflow makes its tables at the first request; without a lock others fail meanwhile at a duplicate column."""
+    contexts = [make_context(f"name=run{number}") for number in range(3)]
+    done = subprocess.run([sys.executable, "-c", TOGETHER], input=pickle.dumps(contexts), stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()
+    uri = tracking_uri(contexts[0].config, None)
+    for context in contexts:
+        found = client(uri).get_run(str(stored_id(context.run_folder, "mlflow")))
+        assert found.info.run_name == context.run_folder.name
 
 
 @pytest.fixture
@@ -176,7 +257,7 @@ def test_a_server_that_goes_away_and_comes_back(
         time.sleep(0.2)
     server()
     logger.hparams({}, {"hparam/eval_loss": 1.5})
-    logger.finish()
+    Loggers({"mlflow": logger}).finish("finished")
     assert history(uri, run) == [(1, 3.0), (2, 2.0), (3, 1.0)]
     assert client(uri).get_run(run).info.status == "FINISHED"
     assert [each.path for each in client(uri).list_artifacts(run)] == ["sample"]

@@ -1,6 +1,7 @@
 """wandb for real, offline, in a process of its own (it starts a service and keeps global state)."""
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,8 +32,6 @@ logger.finish()
 @pytest.mark.slow
 def test_an_offline_run_leaves_its_files_in_the_run_folder(make_context: MakeContext, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    import pickle
-
     context = make_context()
     (tmp_path / "context").write_bytes(pickle.dumps(context))
     home = {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"}
@@ -45,6 +44,49 @@ def test_an_offline_run_leaves_its_files_in_the_run_folder(make_context: MakeCon
         assert expected in content
     (page,) = run.glob("files/media/html/*.html")
     assert "&lt;b&gt;Dunarea&lt;/b&gt;" in page.read_text()
+
+
+ENDS = """
+import pickle, sys
+from tpu_experiments.loggers.base import Loggers
+from tpu_experiments.loggers.wandb import WandbLogger
+for ended, context in pickle.load(sys.stdin.buffer).items():
+    Loggers({"wandb": WandbLogger(context, project="test")}).finish(ended)
+"""
+
+
+def exit_code(file: Path) -> int:
+    """The exit code in a run's record: after 7 bytes, checksum (4), length (2) and kind (1) of each part, and it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at = file.read_bytes(), 7
+    while at < len(content):
+        size = int.from_bytes(content[at + 4 : at + 6], "little")
+        record = Record.FromString(content[at + 7 : at + 7 + size])
+        if record.WhichOneof("record_type") == "exit":
+            return int(record.exit.exit_code)
+        at += 7 + size
+    raise AssertionError(f"{file} has no end")
+
+
+def test_a_record_says_how_its_run_ended_and_has_no_secret_of_the_command_line(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb")
+    contexts = {ended: make_context(f"name={ended}") for ended in ("finished", "stopped", "failed")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    subprocess.run(
+        [sys.executable, "-c", ENDS, "--password=hunter2secret9"],
+        input=pickle.dumps(contexts),
+        env=clean | {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"},
+        check=True,
+    )
+    for ended, context in contexts.items():
+        folder = Path(context.run_folder.path("wandb"))
+        (record,) = folder.glob("offline-run-*/run-*.wandb")
+        assert (exit_code(record) == 0) == (ended == "finished")
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        assert [file for file in files if b"hunter2secret9" in file.read_bytes()] == []
 
 
 def test_without_the_package_the_error_says_what_to_do(

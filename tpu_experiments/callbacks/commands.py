@@ -9,6 +9,7 @@ from typing import Any
 
 from tpu_experiments.callbacks.base import Callback, Checkpoint, Ended, Moment
 from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.storage import strict_json
 
 AT = ("start", "evaluate", "save", "end")
@@ -71,7 +72,7 @@ class RunCommand(Callback):
     def _tell(self, event: str, run: Moment, text: str, **more: Any) -> None:
         if event not in self._at:
             return
-        facts: dict[str, Any] = {"event": event, "text": text, **more}
+        facts: dict[str, Any] = {"event": event, "text": redacted_text(text), **more}
         facts |= {"run": run.run_folder.name, "folder": run.run_folder.path()}
         facts |= {"step": run.step, "total_steps": run.total_steps, "metrics": dict(run.metrics)}
         self._threads = self._threads or ThreadPoolExecutor(1, thread_name_prefix="command")

@@ -22,6 +22,7 @@ class MetricLogger(Protocol):
     * `image(step, *, tag, png)` receives pictures of the run, as PNG files.
     * `rows(step, labels)` receives `source:row` of every row of the global batch when a step is queued. A step may
       be repeated when the run is killed before its next checkpoint.
+    * `ends(ended)` is told just before `finish` how the run ends: finished, stopped (it can go on later) or failed.
     * `check(config, **options)`, a static method, refuses settings before anything is written.
     * `on_error = "drop"`: a logger that raises is logged and dropped, and the run continues.
     """
@@ -81,13 +82,19 @@ class Loggers:
         """See MetricLogger."""
         self._each(lambda logger: logger.rows(step, labels) if hasattr(logger, "rows") else None)
 
-    def finish(self) -> None:
+    def finish(self, ended: str = "failed") -> None:
         """Finish every logger, also after one of them failed, then raise the first error.
 
         A second call does nothing, so that a `finally` may repeat it.
         """
+
+        def end(logger: MetricLogger) -> None:
+            if hasattr(logger, "ends"):
+                logger.ends(ended)
+            logger.finish()
+
         try:
-            self._each(lambda logger: logger.finish())
+            self._each(end)
         finally:
             self._loggers.clear()
 

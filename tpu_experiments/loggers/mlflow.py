@@ -4,11 +4,15 @@ A resumed run goes on in its MLflow run, whose id is in the run folder. MLflow k
 that it has already, as of steps that a resumed run repeats, are not sent again; after a rollback both are there.
 """
 
+import fcntl
+import importlib.metadata
 import importlib.util
 import os
 import re
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +40,12 @@ REFUSED = {
 }
 """Error codes of a request that would fail again."""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. :/]")
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+SQLITE = "sqlite:///"
+PLACE = re.compile(
+    r"https?://[^/]|sqlite(\+\w+)?:///.|(postgresql|mysql|mssql)(\+\w+)?://.|file:.|/|databricks(-uc)?(:|$)|uc:."
+)
+"""Beginnings of what MLflow takes as the place of its records; any other text is to it a folder's name."""
 
 
 class MlflowLogger:
@@ -59,14 +69,15 @@ class MlflowLogger:
             ) from error
         self._metric, self._error, folder = Metric, MlflowException, context.run_folder
         place = tracking_uri(context.config, uri)
-        self._client = MlflowClient(tracking_uri=place)
-        is_file = place.startswith("sqlite:///")
+        is_file = place.startswith(SQLITE)
         artifacts = Path(paths.absolute(paths.join(context.config.output_dir, ARTIFACTS))).as_uri() if is_file else None
         self._known: set[tuple[str, int, str]] = set()
         """Name, step and value of what the MLflow run has already."""
-        self._id = self._resumed(stored_id(folder, "mlflow"))
+        with _alone_with(place):
+            self._client = MlflowClient(tracking_uri=place)
+            self._id = self._resumed(stored_id(folder, "mlflow"))
+            number = self._experiment(experiment, artifacts) if self._id is None else ""
         if self._id is None:
-            number = self._experiment(experiment, artifacts)
             tags = {"folder": redacted_text(paths.absolute(folder.path()))}
             self._id = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
             store_id(folder, "mlflow", self._id)
@@ -76,7 +87,7 @@ class MlflowLogger:
             params = [Param(key, value) for key, value in values.items()]
             for begin in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self._id, params=params[begin : begin + MAX_PARAMS])
-        self._last_step, self._is_whole = context.resume_step, False
+        self._last_step, self._status = context.resume_step, STATUS["stopped"]
         self._outbox = Outbox("mlflow", is_refused=self._is_refused)
 
     @staticmethod
@@ -84,9 +95,16 @@ class MlflowLogger:
         """Refuse a config without a place for the records, before anything is written.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or its name is none of MLflow's.
         """
         place = tracking_uri(config, uri)
+        own = {each.name for each in importlib.metadata.entry_points(group="mlflow.tracking_store")}
+        if not PLACE.match(place) and place.partition(":")[0] not in own:
+            host = redacted_text(place).rpartition("://")[2]
+            raise ConfigError(
+                f"{'logger.mlflow.options.uri' if uri else 'MLFLOW_TRACKING_URI'}={redacted_text(place)}; it names no "
+                f"server and no database; write http://{host}{'' if ':' in host else ':5000'}, or file:///FOLDER."
+            )
         lacking = [name for name in ("sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
         if place.startswith("sqlite:") and lacking:
             raise ConfigError(
@@ -121,12 +139,14 @@ class MlflowLogger:
     def hparams(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
         """Send the results; the settings are the run's parameters already."""
         self.scalars(self._last_step, metrics)
-        self._is_whole = True
+
+    def ends(self, ended: str) -> None:
+        """Note how the run ends."""
+        self._status = STATUS[ended]
 
     def finish(self) -> None:
         """Say how the run ended, and wait a while for all to arrive."""
-        status = "FINISHED" if self._is_whole else "KILLED"
-        self._outbox.put(lambda: self._client.set_terminated(self._id, status))
+        self._outbox.put(lambda: self._client.set_terminated(self._id, self._status))
         self._outbox.close()
 
     def _is_refused(self, error: Exception) -> bool:
@@ -160,6 +180,17 @@ class MlflowLogger:
             self._known |= {(key, each.step, repr(each.value)) for each in self._client.get_metric_history(number, key)}
         self._client.update_run(number, status="RUNNING")
         return number
+
+
+@contextmanager
+def _alone_with(place: str) -> Iterator[None]:
+    """Hold the lock of an SQLite file; MLflow makes its tables at the first request, and two at once break them."""
+    if not place.startswith(SQLITE):
+        yield
+        return
+    with open(f"{place.removeprefix(SQLITE).partition('?')[0]}.lock", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tracking_uri(config: Config, uri: str | None) -> str:

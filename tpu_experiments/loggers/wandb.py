@@ -39,11 +39,13 @@ class WandbLogger:
             resume="allow" if mode == "online" else None,  # offline it only warns
             config=redacted(flatten(context.config)),
             # run.log has the text, and capturing would wrap the bar. The runs of a pack are in one process.
-            settings=wandb.Settings(console="off", reinit="create_new"),
+            # W&B's record of the environment has the command line with its secrets; provenance.json has none.
+            settings=wandb.Settings(console="off", reinit="create_new", x_disable_meta=True),
         )
         # W&B drops steps below its last one, which a resumed run repeats; a step metric of our own is kept.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._exit_code = 1
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Log one history row."""
@@ -64,7 +66,11 @@ class WandbLogger:
         self._run.config.update(values, allow_val_change=True)
         self._run.summary.update(metrics)
 
+    def ends(self, ended: str) -> None:
+        """Note how the run ends: W&B has finished and failed alone, and a stopped run is not finished."""
+        self._exit_code = 0 if ended == "finished" else 1
+
     def finish(self) -> None:
         """End the W&B run and upload its files to a remote run folder."""
-        self._run.finish()
+        self._run.finish(exit_code=self._exit_code)
         self._mirror.close()

@@ -161,14 +161,14 @@ class RunOutputs:
         if self.ledger is not None:
             self.ledger.roll_back(step, num_lost=num_lost)
         if self.loggers is not None:
-            self.loggers.finish()
+            self.loggers.finish("stopped")
             self.loggers = self.reopen_loggers()
         if self.callbacks is not None:
             self.callbacks.rewind()
         self._records = [record for record in self._records if record["step"] <= step]
 
     def close(self, ended: str = "failed") -> None:
-        """Finish the loggers and this process's ledger, then deliver spilled files.
+        """Finish the loggers and this process's ledger with how the run `ended`, then deliver spilled files.
 
         Nothing is logged afterwards.
 
@@ -181,7 +181,7 @@ class RunOutputs:
                 if self.ledger is not None:
                     stack.callback(self.ledger.close, ended)
                 if loggers is not None:
-                    stack.callback(loggers.finish)
+                    stack.callback(loggers.finish, ended)
         except Exception as error:
             if self.ledger is None or not is_explained(error, place=self.folder.path()):
                 raise
