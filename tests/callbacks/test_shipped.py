@@ -3,10 +3,12 @@
 import json
 import logging
 import math
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,45 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "no program": (RunCommand, {"command": ["/no/such"]}, "there is no program /no/such on this machine"),
     "no event": (RunCommand, {"command": ["true"], "at": ["ends"]}, "'ends' is no event. Did you mean 'end'?"),
     "no place": (CopyFolder, {"to": "gs:/bucket"}, "neither a URL nor a usual path"),
-    "no copy": (CopyFolder, {"to": "x", "keep": 0}, "keep=0; it must be at least 1"),
+    "no copy": (CopyFolder, {"to": "x", "keep": 0}, "keep=0; it must be a whole number, at least 1"),
     "no limit": (StopAfter, {}, "hours=null and usd=null; there is no limit"),
-    "no hours": (StopAfter, {"hours": 0}, "hours=0; it must be above 0"),
+    "no hours": (StopAfter, {"hours": 0}, "hours=0; it must be a number above 0"),
     "no end": (StopAfter, {"hours": 1, "then": "halt"}, "then=halt; write end or stop"),
     "no price": (StopAfter, {"usd": 1, "price": "cheap"}, "price=cheap; write on_demand or spot"),
     "no range": (WatchMetrics, {"metrics": ["a"]}, "every value is inside; set one of both"),
     "metrics as text": (WatchMetrics, {"metrics": "a", "above": 1}, "write patterns over names of values as a list"),
-    "no times": (WatchMetrics, {"metrics": ["a"], "above": 1, "times": 0}, "times=0; it must be at least 1"),
+    "no times": (
+        WatchMetrics,
+        {"metrics": ["a"], "above": 1, "times": 0},
+        "times=0; it must be a whole number, at least 1",
+    ),
+    "seconds as text": (
+        RunCommand,
+        {"command": ["true"], "max_seconds": "30s"},
+        "30s; it must be a number above 0, or",
+    ),
+    "seconds as a list": (
+        RunCommand,
+        {"command": ["true"], "max_seconds": [1]},
+        "it must be a number above 0, or null",
+    ),
+    "seconds below 0": (
+        RunCommand,
+        {"command": ["true"], "max_seconds": -5},
+        "-5; it must be a number above 0, or null",
+    ),
+    "endless seconds": (RunCommand, {"command": ["true"], "max_seconds": math.inf}, "inf; it must be a number above 0"),
+    "a bound as text": (WatchMetrics, {"metrics": ["a"], "above": "ten"}, "above=ten; it must be a number, or null"),
+    "a bound of NaN": (WatchMetrics, {"metrics": ["a"], "below": math.nan}, "below=nan; it must be a number, or null"),
+    "a pattern of a number": (
+        WatchMetrics,
+        {"metrics": [1], "above": 1},
+        "write patterns over names of values as a list",
+    ),
+    "half a time": (WatchMetrics, {"metrics": ["a"], "above": 1, "times": 1.5}, "times=1.5; it must be a whole number"),
+    "half a copy": (CopyFolder, {"to": "x", "keep": 1.5}, "keep=1.5; it must be a whole number, at least 1"),
+    "checkpoints as text": (CopyFolder, {"to": "x", "checkpoints": "no"}, "checkpoints=no; write true or false"),
+    "hours as text": (StopAfter, {"hours": "six"}, "hours=six; it must be a number above 0"),
 }
 
 
@@ -106,6 +139,13 @@ def test_a_command_reads_why_a_run_failed_without_secrets(tmp_path: Path) -> Non
     callback.on_end(moment(tmp_path), "failed", "no answer from https://me:hunter2secret9@hub.lab/data")
     (end,) = told(file)
     assert end["text"] == "x failed after step 3: no answer from https://REDACTED@hub.lab/data"
+
+
+def test_no_error_of_a_thread_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = RunCommand(command=["echo", "a\0b"], max_seconds=None)  # a ValueError of subprocess
+    callback.on_end(moment(tmp_path), "finished", "")
+    (record,) = caplog.records
+    assert record.message == "callbacks.mine: echo failed (ValueError: embedded null byte)"
 
 
 def test_a_run_that_was_asked_to_stop_waits_for_no_command_that_has_not_begun(
@@ -218,6 +258,7 @@ def test_of_checkpoints_that_come_during_a_copy_the_newest_is_copied(
 def test_a_checkpoint_that_retention_removes_meanwhile_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "x").mkdir()
     callback = CopyFolder(to=str(tmp_path / "copies"))
     callback.on_save(moment(tmp_path), Checkpoint(2, str(tmp_path / "gone")))
     callback.on_end(moment(tmp_path), "failed", "x")
@@ -233,10 +274,102 @@ def test_a_place_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest
 
 
 def test_a_run_is_not_copied_onto_itself(tmp_path: Path) -> None:
-    config = composed(f"output_dir={tmp_path}")
-    with pytest.raises(ConfigError, match="it is output_dir"):
-        CopyFolder(to=f"{tmp_path}/").check(config)
-    CopyFolder(to=str(tmp_path / "copies")).check(config)
+    for to, output_dir in ((f"{tmp_path}/", f"{tmp_path}"), (f"{tmp_path}", f"{tmp_path}/sweeps/s")):
+        config = composed(f"output_dir={output_dir}")
+        with pytest.raises(ConfigError, match="it is output_dir"):
+            CopyFolder(to=to).check(config)
+        CopyFolder(to=str(tmp_path / "copies")).check(config)
+
+
+def copied(to: str, folder: Path, step: int, *, callback: CopyFolder | None = None) -> CopyFolder:
+    """Copy a checkpoint of the run in `folder`, as one process does."""
+    callback = callback or CopyFolder(to=to)
+    callback.on_save(moment(folder, step=step), checkpoint(folder, step))
+    assert callback._last is not None
+    callback._last.join()
+    return callback
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "memory"])
+def test_the_copy_of_another_run_or_of_a_lost_folder_is_not_touched(
+    tmp_path: Path, remote: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is refused at the start; a run that goes on from its checkpoint, or whose folder is copied back, is not."""
+    to = f"memory://{tmp_path.name}-whose" if remote else str(tmp_path / "copies")
+    config = composed(f"output_dir={tmp_path / 'a'}", "name=x")
+    CopyFolder(to=to).check(config)
+    for step in (4000, 5000):
+        copied(to, tmp_path / "a", step)
+        CopyFolder(to=to).check(config)
+    kept = ["step_00004000", "step_00005000"]
+    sentence = "has a copy, up to step 5000, of another run, or of this one before .*a/x was lost; copy it there"
+    shutil.rmtree(tmp_path / "a" / "x" / "checkpoints")
+    with pytest.raises(ConfigError, match=sentence):
+        CopyFolder(to=to).check(config)
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match=sentence):
+        CopyFolder(to=to).check(config)
+    for folder in ("a", "b"):  # the lost one begins anew, and another run
+        callback = copied(to, tmp_path / folder, 100)
+        assert "checkpoint of step 100 is not copied (ConfigError: to=" in caplog.messages[-1]
+        with pytest.raises(ConfigError, match="of another run"):
+            callback.on_end(moment(tmp_path / folder), "finished", "")
+    assert paths.list_names(paths.join(to, "x", "checkpoints")) == kept
+    paths.remove_tree(paths.join(to, "x", "origin.json"))
+    with pytest.raises(ConfigError, match=sentence):
+        CopyFolder(to=to).check(config)
+
+
+def test_a_copy_is_copied_back(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "identity.json").write_text("{}")
+    to = str(tmp_path / "copies")
+    copied(to, tmp_path, 4)
+    shutil.rmtree(tmp_path / "x")
+    shutil.copytree(tmp_path / "copies" / "x", tmp_path / "x")
+    assert RunFolder(str(tmp_path), "x").exists()
+    CopyFolder(to=to).check(composed(f"output_dir={tmp_path}", "name=x"))
+    copied(to, tmp_path, 6)
+    assert paths.list_names(f"{to}/x/checkpoints") == ["step_00000004", "step_00000006"]
+
+
+def test_later_copies_that_this_process_has_not_made_stay(tmp_path: Path) -> None:
+    """It goes on from an earlier step where its newest checkpoint was lost; the copy has it still."""
+    to = str(tmp_path / "copies")
+    for step in (4, 8):
+        copied(to, tmp_path, step)
+    callback = copied(to, tmp_path, 6)
+    assert paths.list_names(f"{to}/x/checkpoints") == ["step_00000004", "step_00000006", "step_00000008"]
+    copied(to, tmp_path, 10, callback=callback)
+    assert paths.list_names(f"{to}/x/checkpoints") == ["step_00000008", "step_00000010"]
+
+
+def test_points_of_two_sweeps_have_two_copies(tmp_path: Path) -> None:
+    to = str(tmp_path / "copies")
+    for sweep in ("one", "two"):
+        copied(to, tmp_path / "sweeps" / sweep, 4)
+        assert paths.list_names(f"{to}/sweeps/{sweep}/x/checkpoints") == ["step_00000004"]
+
+
+def test_a_copy_that_cannot_be_read_keeps_no_run_from_its_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    CopyFolder(to=str(tmp_path / "file" / "below")).check(composed(f"output_dir={tmp_path}"))
+    assert "cannot be read (NotADirectoryError" in caplog.text
+
+
+def test_a_run_folder_as_a_url_of_files_is_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = CopyFolder(to=f"file://{tmp_path / 'copies'}")
+    own = RunFolder(f"file://{tmp_path}", "x")
+    run = replace(moment(tmp_path), run_folder=own)
+    place = Path(checkpoint(tmp_path, 2).path)
+    (tmp_path / "x" / "result.json").write_text('{"status": "finished"}')
+    callback.on_save(run, Checkpoint(2, f"file://{place}"))
+    callback.on_end(run, "finished", "")
+    assert (tmp_path / "copies/x/checkpoints" / place.name / "COMMIT.json").exists()
+    assert (tmp_path / "copies/x/result.json").exists()
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_limits(tmp_path: Path) -> None:

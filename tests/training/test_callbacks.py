@@ -1,15 +1,19 @@
 """Callbacks in whole runs: what they are told and when, what they may ask for, what is kept, and what an error does."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.training.runs import REPOSITORY, SAME_SUMS, run
 from tests.training.test_hosts import free_port
+from tpu_experiments.storage import strict_json
+from tpu_experiments.training.callbacks import from_json, to_json
 
 LAB = '''
 """Writes down what it is told, and does what its options say."""
@@ -28,6 +32,8 @@ class Recorder(Callback):
         self.fail, self.traffic, self.steps = fail, traffic, 0
 
     def write(self, event, run, **more):
+        if self.fail == f"exit in {event}":
+            raise SystemExit(3)
         if self.fail == event:
             raise OSError(f"no room for {event}")
         values = {"event": event, "step": run.step, "stage": run.stage, "tokens": run.tokens, "pid": os.getpid()}
@@ -68,10 +74,11 @@ class Recorder(Callback):
     def state_dict(self):
         if self.fail == "state_dict":
             return {"steps": object()}
-        return {"steps": self.steps}
+        return {"steps": self.steps, "best": math.inf, "names": {1: 2} if self.fail == "names" else {}}
 
     def load_state_dict(self, state):
         self.steps = state["steps"]
+        assert state["best"] == math.inf
 
 
 class Misspelt:
@@ -245,16 +252,67 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("lab")
-@pytest.mark.parametrize("event", ["on_step_end", "state_dict"])
+@pytest.mark.parametrize("event", ["on_step_end", "state_dict", "names"])
 def test_an_error_saves_and_ends_the_run(tmp_path: Path, event: str) -> None:
     said = ended(*JOB, recorder(tmp_path, every=3, fail=event), output_dir=tmp_path, code=1)
-    reason = "OSError: no room for on_step_end" if event == "on_step_end" else "TypeError"
-    assert f"callbacks.mine: {event} failed ({reason}" in said
+    reasons = {"on_step_end": "OSError: no room for on_step_end", "names": "TypeError: state['names'] has the name 1"}
+    method = "on_step_end" if event == "on_step_end" else "state_dict"
+    assert f"callbacks.mine: {method} failed ({reasons.get(event, 'TypeError')}" in said
     assert "let the run go on without it by on_error=warn" in said
     step = 3 if event == "on_step_end" else 2
     assert (tmp_path / "toy" / "checkpoints" / f"step_{step:08d}" / "COMMIT.json").exists()
     assert "Traceback" in (tmp_path / "toy" / "run.log").read_text()
     ended(*JOB, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 0.1, "ten", math.inf, -math.inf, [1, [math.inf]], {"a": {"b": -math.inf}}, np.float32(0.1), {}],
+)
+def test_state_comes_back_as_it_was(value: Any) -> None:
+    assert from_json(json.loads(strict_json.dumps(to_json(value, key="state")))) == value
+
+
+def test_nan_and_tuples_come_back_as_nan_and_lists() -> None:
+    first, second = from_json(json.loads(strict_json.dumps(to_json((math.nan, (1, 2)), key="state"))))
+    assert math.isnan(first)
+    assert second == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({"seen": {1: 2}}, r"state\['seen'\] has the name 1, and JSON has texts alone; use str\(1\)"),
+        ({"seen": [0, {1}]}, r"state\['seen'\]\[1\] is of type set, which JSON has not"),
+        ({"mean": np.zeros(1)}, r"state\['mean'\] is of type ndarray"),
+    ],
+)
+def test_state_that_json_would_change_is_refused_by_name(value: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        to_json(value, key="state")
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_callback_that_exits_ends_no_run_unsaved(tmp_path: Path) -> None:
+    said = ended(*JOB, recorder(tmp_path, fail="exit in on_evaluate", every=9), output_dir=tmp_path, code=1)
+    assert "callbacks.mine: on_evaluate failed (SystemExit: 3)" in said
+    ended(*JOB, recorder(tmp_path, fail="exit in on_step_end", on_error="warn"), output_dir=tmp_path)
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_lost_run_is_restored_from_its_copy(tmp_path: Path) -> None:
+    """Begun anew over its copy it is refused; with the copy in its place it goes on from there, as if never lost."""
+    words = (*JOB, "callbacks=[copy]", f"callbacks.copy.options.to={tmp_path / 'copies'}")
+    stops = recorder(tmp_path, ask="stop", at=4)
+    ended(*words, stops, output_dir=tmp_path, code=75)
+    shutil.rmtree(tmp_path / "toy")
+    said = ended(*words, stops, output_dir=tmp_path, code=2)
+    assert "has a copy, up to step 4, of another run, or of this one" in said
+    assert not (tmp_path / "toy").exists()
+    shutil.copytree(tmp_path / "copies" / "toy", tmp_path / "toy")
+    assert "resumed at step 4" in ended(*words, stops, output_dir=tmp_path)
+    assert of(told(tmp_path), "on_start")[-1]["steps"] == 4
+    assert (tmp_path / "copies" / "toy" / "result.json").exists()
 
 
 @pytest.mark.usefixtures("lab")

@@ -1,5 +1,6 @@
 """What a callback is, and what it may read: values that are on the host already, so that no call waits for a device."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,6 +10,16 @@ from tpu_experiments.storage.run_folder import RunFolder
 
 EVENTS = ("on_start", "on_step_end", "on_evaluate", "on_save", "on_end")
 Ended = Literal["finished", "stopped", "failed"]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an option is a finite number; YAML has `ten` and `30s` as texts."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether an option is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @dataclass
@@ -102,7 +113,7 @@ class Callback:
         """Note how this process ended; `why` is empty for a finished run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return values for JSON that a checkpoint keeps."""
+        """Return values for JSON that a checkpoint keeps; of them tuples alone come back changed, as lists."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from tpu_experiments.callbacks.base import Callback, Checkpoint, Ended, Moment
-from tpu_experiments.config.errors import ConfigError, suggest
+from tpu_experiments.callbacks.base import Callback, Checkpoint, Ended, Moment, is_number
+from tpu_experiments.config.errors import ConfigError, one_line, suggest
 from tpu_experiments.config.redaction import redacted_text
 from tpu_experiments.storage import strict_json
 
@@ -25,14 +25,14 @@ class RunCommand(Callback):
     """
 
     def __init__(
-        self, *, command: Sequence[str], at: Sequence[str] = ("start", "end"), max_seconds: float = 30.0
+        self, *, command: Sequence[str], at: Sequence[str] = ("start", "end"), max_seconds: float | None = 30.0
     ) -> None:
         """Take the settings.
 
         Args:
             command: the program and its arguments.
             at: events, of `AT`.
-            max_seconds: after which a command is ended.
+            max_seconds: after which a command is ended; null: never.
         """
         if isinstance(command, str) or not command:
             raise ConfigError(f"command={command!r}; write the program and its arguments as a list.")
@@ -41,6 +41,8 @@ class RunCommand(Callback):
         for event in at:
             if event not in AT:
                 raise ConfigError(f"at={list(at)}; {event!r} is no event. {suggest(event, AT)}")
+        if max_seconds is not None and not (is_number(max_seconds) and max_seconds > 0):
+            raise ConfigError(f"max_seconds={max_seconds}; it must be a number above 0, or null.")
         self._command, self._at, self._max_seconds = [str(word) for word in command], set(at), max_seconds
         self._threads: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []
@@ -95,7 +97,7 @@ class RunCommand(Callback):
                 problem = f"exit code {done.returncode}: {' '.join((done.stderr or done.stdout).split())[-300:]}"
         except subprocess.TimeoutExpired:
             problem = f"it took more than {self._max_seconds:g} s"
-        except OSError as error:
-            problem = str(error)
+        except Exception as error:  # no one reads what a thread raises
+            problem = one_line(error)
         if problem is not None:
             log.warning("callbacks.%s: %s failed (%s)", name, self._command[0], problem)

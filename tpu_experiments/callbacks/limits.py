@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from tpu_experiments.callbacks.base import Callback, Moment
+from tpu_experiments.callbacks.base import Callback, Moment, is_number
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.schema import Config
 
@@ -30,8 +30,8 @@ class StopAfter(Callback):
         """
         limits = {"hours": hours, "usd": usd}
         for name, limit in limits.items():
-            if limit is not None and not 0 < limit < float("inf"):
-                raise ConfigError(f"{name}={limit}; it must be above 0.")
+            if limit is not None and not (is_number(limit) and limit > 0):
+                raise ConfigError(f"{name}={limit}; it must be a number above 0.")
         if hours is None and usd is None:
             raise ConfigError("hours=null and usd=null; there is no limit; set one of both.")
         if price not in ("on_demand", "spot"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from tpu_experiments.callbacks.base import Callback, Moment
+from tpu_experiments.callbacks.base import Callback, Moment, is_count, is_number
 from tpu_experiments.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,15 @@ class WatchMetrics(Callback):
             times: records in a row in which a value is outside, of those that have it, after which it counts.
             then: `warn` says so, once until it is back inside; `end` and `stop` end the run, as their names of Moment.
         """
-        if isinstance(metrics, str) or not metrics:
+        if isinstance(metrics, str) or not metrics or not all(isinstance(pattern, str) for pattern in metrics):
             raise ConfigError(f"metrics={metrics!r}; write patterns over names of values as a list.")
+        for name, bound in {"above": above, "below": below}.items():
+            if bound is not None and not is_number(bound):
+                raise ConfigError(f"{name}={bound}; it must be a number, or null.")
         if above is None and below is None:
             raise ConfigError("above=null and below=null; every value is inside; set one of both.")
-        if times < 1:
-            raise ConfigError(f"times={times}; it must be at least 1.")
+        if not is_count(times):
+            raise ConfigError(f"times={times}; it must be a whole number, at least 1.")
         if then not in ("warn", "end", "stop"):
             raise ConfigError(f"then={then}; write warn, end or stop.")
         self._patterns, self._above, self._below = list(metrics), above, below

@@ -212,7 +212,7 @@ def check_callbacks(config: Config) -> None:
                 made.check(config)
         except ConfigError as error:
             raise ConfigError(f"{key}.options={redacted(each.options)}; {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{key}.options={redacted(each.options)}; {kind.__name__} says: {one_line(error)}."
             ) from error

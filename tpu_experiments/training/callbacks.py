@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,8 +19,41 @@ from tpu_experiments.training.lives import Ledger
 
 SLOW_SECONDS = 1.0
 """Time of one on_step_end above which it is warned of, once: no step is queued meanwhile."""
+FLOAT = "__float__"
+"""Name under which a checkpoint keeps a float that JSON has no number for."""
 
 log = logging.getLogger(__name__)
+
+
+def to_json(value: Any, *, key: str) -> Any:
+    """Return a value of `state_dict` as JSON gives it back, a float that is not finite as `{FLOAT: its name}`.
+
+    Raises:
+        TypeError: JSON would change it; `key` says where it is.
+    """
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"{key} has the name {name!r}, and JSON has texts alone; use str({name!r})")
+        return {name: to_json(item, key=f"{key}[{name!r}]") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item, key=f"{key}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "item") and not getattr(value, "ndim", 0):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: str(float(value))}
+    if value is not None and not isinstance(value, str | int | float):
+        raise TypeError(f"{key} is of type {type(value).__name__}, which JSON has not; return lists, texts or numbers")
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given, tuples as lists."""
+    if isinstance(value, dict):
+        if list(value) == [FLOAT] and value[FLOAT] in ("inf", "-inf", "nan"):
+            return float(value[FLOAT])
+        return {name: from_json(item) for name, item in value.items()}
+    return [from_json(item) for item in value] if isinstance(value, list) else value
 
 
 class Callbacks:
@@ -84,8 +118,8 @@ class Callbacks:
             if found is None:
                 continue
             try:
-                self._state[name] = strict_json.loads(strict_json.dumps(found))
-            except (TypeError, ValueError) as error:
+                self._state[name] = strict_json.loads(strict_json.dumps(to_json(found, key="state")).encode())
+            except Exception as error:
                 self._failed(name, "state_dict", error)
         return dict(self._state)
 
@@ -94,7 +128,7 @@ class Callbacks:
         self._state = dict(state)
         for name in self._made:
             if name in state:
-                self._call("load_state_dict", self._progress, copy.deepcopy(state[name]), only=name, is_event=False)
+                self._call("load_state_dict", self._progress, from_json(state[name]), only=name, is_event=False)
 
     def _call(
         self, method: str, progress: Progress, *arguments: Any, only: str | None = None, is_event: bool = True
@@ -108,7 +142,7 @@ class Callbacks:
             began = time.perf_counter()
             try:
                 found = function(*([self._moment(name)] if is_event else []), *arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a sys.exit would end the run unsaved, with its exit code
                 self._failed(name, method, error)
             seconds = time.perf_counter() - began
             if method == "on_step_end" and seconds > SLOW_SECONDS and name not in self._slow:
@@ -142,7 +176,7 @@ class Callbacks:
             _requests=self.requests,
         )
 
-    def _failed(self, name: str, method: str, error: Exception) -> None:
+    def _failed(self, name: str, method: str, error: BaseException) -> None:
         sentence = f"callbacks.{name}: {method} failed ({one_line(error)})"
         if self._settings[name].on_error == "warn" or method == "on_end":
             log.warning("%s; the run goes on", sentence, exc_info=error)
