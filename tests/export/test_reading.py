@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tpu_experiments.config.errors import ConfigError
-from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, rounded_settings
+from tpu_experiments.config.model_schema import LoraConfig, ModelConfig, is_target, rounded_settings
 from tpu_experiments.export import reading
 from tpu_experiments.export.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
 from tpu_experiments.export.reading import read_adapter, require_rounded_alike
@@ -258,7 +258,9 @@ CHOSEN: dict[str, dict[str, Any]] = {
 def test_targets_in_any_form_that_peft_takes_are_those_of_the_file(tmp_path: Path, how: str) -> None:
     written(tmp_path)
     set_in_config(tmp_path, **CHOSEN[how])
-    assert read_adapter(str(tmp_path)).lora.targets == list(MODULES)
+    found = read_adapter(str(tmp_path))
+    assert found.lora.targets == list(MODULES)
+    assert all(any(is_target(module, each) for module in MODULES) for each in found.carried.targets)
 
 
 LEFT_OUT: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from tpu_experiments.config.model_schema import (
     ModelConfig,
     is_named,
     is_saved,
+    is_target,
     lora_of,
     pattern_problem,
     rounded_settings,
@@ -91,6 +92,13 @@ class Adapter:
     def whole(self) -> LoraConfig:
         """Return `lora` with the modules that have no tensors although adapter_config.json targets them."""
         return replace(self.lora, targets=[*self.lora.targets, *self.named])
+
+    @property
+    def carried(self) -> LoraConfig:
+        """Return `whole` without the targets of which the file has no module, since a model may have none either."""
+        owners = self.lora.targets
+        named = [target for target in self.named if any(is_target(owner, target) for owner in owners)]
+        return replace(self.lora, targets=[*owners, *named])
 
 
 def read_adapter(folder: str, *, has_head: bool = False) -> Adapter:

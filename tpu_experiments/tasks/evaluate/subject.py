@@ -250,5 +250,5 @@ def _with_adapter(subject: Subject, adapter: str) -> Subject:
         return replace(subject, kind="base", place="")
     found = read_adapter(adapter, has_head=True)
     require_rounded_alike(found, subject.config.model, key=f"task.adapter={adapter}")
-    config = replace(subject.config, lora=found.whole)
+    config = replace(subject.config, lora=found.carried)
     return replace(subject, kind="adapter", place=adapter, config=config)
