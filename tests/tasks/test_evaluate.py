@@ -270,5 +270,9 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
     with pytest.raises(ConfigError, match="does not belong to model=tiny: it lacks 1 of"):
         evaluated(trained, f"task.adapter={tmp_path / 'adapter'}")
     save_file({name.replace("layers.0.", "layers.90."): tensor for name, tensor in tensors.items()}, file)
+    with pytest.raises(ConfigError, match=r"it has tensors of model\.layers\.90\.\S+, which PEFT leaves out"):
+        evaluated(trained, f"task.adapter={tmp_path / 'adapter'}")
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace("layers.0.", "layers.90."))
     with pytest.raises(ConfigError, match=r"'model\.layers\.90\..*', which matches no Linear of the model"):
         evaluated(trained, f"task.adapter={tmp_path / 'adapter'}")
