@@ -277,8 +277,8 @@ def _not_of_this_model(
         )
     if found is None and is_adapter_part(name):
         return ConfigError(
-            f"{origin}; its adapter_config.json targets {module}, and the file has no {name}; copy it again, or name "
-            "the base that it was trained on: task.base=FOLDER or model.path=FOLDER."
+            f"{origin}; it targets {module} and has no {name}; copy it again, or name the base that it was trained on: "
+            "task.base=FOLDER or model.path=FOLDER."
         )
     has, wants = ("nothing" if shape is None else str(tuple(shape)) for shape in (found, expected))
     return ConfigError(
