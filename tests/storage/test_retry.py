@@ -42,6 +42,24 @@ def test_kinds(error, kind):
     assert kind_of(error) == kind
 
 
+class NoCredentialsError(Exception):
+    """As botocore's, which is in no extra."""
+
+
+class ClientError(Exception):
+    """As botocore's, whose answer is a dict."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("An error occurred")
+        self.response = {"Error": {"Code": "x"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def test_kinds_of_s3():
+    assert kind_of(NoCredentialsError("Unable to locate credentials")) == "credentials"
+    kinds = {status: kind_of(ClientError(status)) for status in (400, 403, 404, 503)}
+    assert kinds == {400: "lasting", 403: "forbidden", 404: "missing", 503: "transient"}
+
+
 def test_what_was_said_for_a_user_is_what_it_was():
     error = ConfigError("bytes cannot be read")
     error.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")

@@ -19,7 +19,7 @@ REFUSED, FAILED = 2, 1
 """Exit codes: of what the user has to change first, and of what the same command may get over."""
 CLIENTS = frozenset(
     {"aiohttp", "requests", "urllib3", "httpx", "httpcore", "httpx2", "httpcore2", "http", "huggingface_hub"}
-    | {"google", "gcsfs", "fsspec", "s3fs", "botocore", "aiobotocore", "wandb", "urllib"}
+    | {"google", "gcsfs", "fsspec", "s3fs", "botocore", "aiobotocore", "adlfs", "azure", "wandb", "urllib"}
 )
 """Packages whose errors are about an answer from the network."""
 Kind = Literal[
@@ -169,6 +169,9 @@ def sentence_of(error: BaseException) -> tuple[str, int] | None:
 def status_of(error: BaseException) -> int | None:
     """Return the status of the HTTP answer that an error of a client is about."""
     answer = getattr(error, "response", None)
+    if isinstance(answer, dict):  # botocore's
+        value = (answer.get("ResponseMetadata") or {}).get("HTTPStatusCode")
+        return value if type(value) is int and 100 <= value < 600 else None
     for holder, name in ((answer, "status_code"), (answer, "status"), (error, "status"), (error, "code")):
         value = getattr(holder, name, None)
         if isinstance(value, str) and value.isdigit():

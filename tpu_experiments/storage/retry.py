@@ -447,11 +447,13 @@ def _kind_of_code(code: int) -> Kind:
 
 
 def _is_refused_login(error: BaseException) -> bool:
-    """Return whether the error is a lasting login failure of google.auth, by its own `retryable`.
+    """Return whether the error is a lasting login failure: of google.auth by its own `retryable`, of S3 by its class.
 
     A metadata server may recover; a revoked token does not.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"NoCredentialsError", "PartialCredentialsError"}:  # botocore's
+        return True
     return "GoogleAuthError" in names and "TransportError" not in names and not getattr(error, "retryable", False)
 
 

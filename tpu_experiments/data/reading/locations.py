@@ -122,6 +122,14 @@ def _head(url: str, *, compression: str | None) -> bytes:
     return head
 
 
+LOGINS = {
+    "gs": "`gcloud auth application-default login`",
+    "s3": "`aws configure`, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    **dict.fromkeys(("az", "abfs"), "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or `az login`"),
+}
+"""How one logs in, by the scheme of an address."""
+
+
 def _suffixes(name: str, url: str) -> tuple[str, str]:
     try:
         return content_suffixes(name, url)
@@ -140,7 +148,7 @@ def _remote_files(spec: SourceSpec) -> dict[str, str]:
         complaint = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigError(
             f"{spec.key}; the address is unreachable ({type(error).__name__}: {complaint}); check it, the network and "
-            "the credentials (`gcloud auth application-default login`)."
+            f"the credentials ({LOGINS.get(spec.path.partition('://')[0], LOGINS['gs'])})."
         ) from error
 
 
