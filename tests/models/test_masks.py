@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config
 
 from tests.training.tiny import ARCHITECTURES, Run, plain_config
-from tpu_experiments.models.passes.forward import attention_masks, logits_of, target_weights
+from tpu_experiments.models.passes.forward import attention_masks, logits_of, target_weights, window_of
 from tpu_experiments.runtime.eager import EagerRuntime
 
 pytestmark = pytest.mark.xla
@@ -47,7 +47,7 @@ def test_single_mask(segments, window):
 def test_a_window_is_that_of_a_class_that_has_one(segments, kind, read):
     """A config keeps any key of its file, and transformers' Llama reads none of that name."""
     config = kind(sliding_window=5)
-    assert config.sliding_window == 5
+    assert (config.sliding_window, window_of(config)) == (5, 5 if read else None)
     assert torch.equal(attention_masks(segments, config=config), plain(segments, 5 if read else None))
 
 

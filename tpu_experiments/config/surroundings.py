@@ -169,11 +169,11 @@ def sentence_of(error: BaseException) -> tuple[str, int] | None:
 def status_of(error: BaseException) -> int | None:
     """Return the status of the HTTP answer that an error of a client is about."""
     answer = getattr(error, "response", None)
+    places = ((answer, "status_code"), (answer, "status"), (error, "status"), (error, "code"))
+    values = [getattr(holder, name, None) for holder, name in places]
     if isinstance(answer, dict):  # botocore's
-        value = (answer.get("ResponseMetadata") or {}).get("HTTPStatusCode")
-        return value if type(value) is int and 100 <= value < 600 else None
-    for holder, name in ((answer, "status_code"), (answer, "status"), (error, "status"), (error, "code")):
-        value = getattr(holder, name, None)
+        values.append(answer.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    for value in values:
         if isinstance(value, str) and value.isdigit():
             value = int(value)
         if type(value) is int and 100 <= value < 600:

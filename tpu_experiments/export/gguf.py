@@ -24,6 +24,7 @@ from tpu_experiments.config.model_schema import LoraConfig, lora_of
 from tpu_experiments.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from tpu_experiments.export.weights import WholeModel
 from tpu_experiments.models.adapters.lora import scale_of
+from tpu_experiments.models.passes.forward import window_of
 from tpu_experiments.storage.gguf.settings import GEMMA_27B_LAYERS, GEMMA_PERIOD
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ class Conversion:
     @property
     def notes(self) -> list[str]:
         """What llama.cpp does otherwise than transformers, a sentence each."""
-        window = getattr(self.config, "sliding_window", None)
+        window = window_of(self.config)
         if self.kind == "GEMMA3" or not window or window >= self.config.max_position_embeddings:
             return []
         return [

@@ -68,6 +68,13 @@ WHOLE = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of the embedding and the head, by which PEFT knows them."""
 COPY, BEFORE = "modules_to_save", "original_module"
 """Parts of names under which PEFT writes a module that is trained whole once more, and as it was before."""
+CHOOSING: dict[str, tuple[type, str]] = {
+    "target_modules": (str, "a list of names or a pattern"),
+    "exclude_modules": (str, "a list of names or a pattern"),
+    "layers_to_transform": (int, "a number or a list of numbers"),
+    "layers_pattern": (str, "a name or a list of names"),
+}
+"""Fields that say which modules have an adapter, with the kind of one value, which may be a list of such."""
 OWN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base unchanged; with others PEFT changes the base when it loads."""
 
@@ -208,6 +215,10 @@ def _settings(config: Any, *, place: str) -> LoraConfig:
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) and name for name in saved):
         raise ConfigError(f"{place}; modules_to_save={saved!r:.60}; it must be a list of names; copy the file again.")
+    for name, (single, texts) in CHOOSING.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, single) and not _is_list_of(single, value):
+            raise ConfigError(f"{place}; {name}={value!r:.60}; it must be {texts}; copy the file again.")
     parameters = config.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) and name for name in parameters):
         raise ConfigError(f"{place}; target_parameters={parameters!r:.60}; it must be a list of names; copy it again.")
@@ -261,8 +272,7 @@ def _require_targeted(
         is_router = any(is_named(f"{owner}.weight", each) for each in lora.target_parameters)
         own_names = (owner, names.get(owner, owner).removeprefix(PREFIX))
         if not (is_shared or is_router or any(_is_selected(name, config) for name in own_names)):
-            keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-            shown = ", ".join(f"{key}={config[key]!r:.80}" for key in keys if config.get(key) not in (None, []))
+            shown = ", ".join(f"{key}={config[key]!r:.80}" for key in CHOOSING if config.get(key) not in (None, []))
             raise ConfigError(
                 f"{place}; it has tensors of {owner}, which PEFT leaves out by {ADAPTER_CONFIG} ({shown}); copy both "
                 "files of one adapter again."
@@ -275,7 +285,7 @@ def _is_selected(name: str, config: Mapping[str, Any]) -> bool:
     Also where the config has what is not followed here: no targets, or a regular expression that may take for ever.
     """
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
-    if excluded and _is_listed(name, excluded) and not _is_endless(excluded):
+    if excluded and not _is_endless(excluded) and _is_listed(name, excluded):
         return False
     if targets is None or _is_endless(targets) or str(targets).lower() == "all-linear":
         return True
@@ -294,11 +304,15 @@ def _is_listed(name: str, names: Any) -> bool:
     """Return whether names, by their ends, or a regular expression have a module."""
     if isinstance(names, str):
         return re.fullmatch(names, name) is not None
-    return any(name == each or name.endswith(f".{each}") for each in names)
+    return any(is_named(name, each) for each in names)
 
 
 def _is_endless(names: Any) -> bool:
     return isinstance(names, str) and pattern_problem(names) is not None
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _named_targets(config: Mapping[str, Any]) -> list[str]:

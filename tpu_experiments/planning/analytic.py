@@ -107,7 +107,7 @@ def analytic_plan(config: Config, arch: Any, stages: Sequence[Stage], *, reason:
         programs=tuple(training_programs(stages)),
         time=estimated_time(config, arch, geometry=geometry) if fits else None,
         notes=(
-            f"nothing was compiled ({reason}): memory is from formulas, which were between 10 % below and 70 % above "
+            f"nothing was compiled ({reason}): memory is from formulas, which were between 10 % below and 90 % above "
             "the compiler's total where both are known",
             f"a step is its FLOPs at an assumed {100 * SHARE_OF_PEAK:.0f} % of peak; no network, no bandwidth",
         ),

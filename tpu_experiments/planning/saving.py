@@ -1,7 +1,7 @@
 """What a step saves of its layers, and how many rows a chip takes at once, by formulas.
 
 For runs that have no line in conf/tuned.yaml. Where memory allows it, `model.remat=save_dots` was the fastest of all
-policies in every search of a decoder with attention, 1.2 to 1.34 times `layer_inputs` (tests/benchmarks/LOG.md, What a
+policies in every search of a decoder with attention, 1.16 to 1.37 times `layer_inputs` (tests/benchmarks/LOG.md, What a
 step saves where no line applies).
 """
 
@@ -27,8 +27,8 @@ FEWEST_TOKENS = 2048
 """Fewest tokens of a micro-batch to which `FASTEST` may reduce it: with fewer, a chip's share of sharded weights is
 gathered more often than products take time for."""
 MARGIN = 1.05
-"""Factor of the formulas' memory, for safety: of 35 compiled steps with `FASTEST` they gave 1.00 to 1.60 times the
-compiler's (tests/benchmarks/LOG.md, Memory counted twice)."""
+"""Factor of the formulas' memory, for safety: of the 47 lines of conf/tuned.yaml with `FASTEST` they give 1.03 to
+1.87 times the compiler's."""
 BESIDE_GIB = 0.25
 """GiB of a chip that are left free: beside a step lies the code of a run's other programs, of which each has 0.02 to
 0.1 GiB."""

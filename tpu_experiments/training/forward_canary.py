@@ -31,6 +31,7 @@ from tpu_experiments.checkpoint.errors import TrainingStopped
 from tpu_experiments.checkpoint.state import to_host
 from tpu_experiments.config.schema import Config
 from tpu_experiments.data.batches import PADDING_LABEL, Batch
+from tpu_experiments.models.passes.forward import window_of
 from tpu_experiments.runtime.kernels.attention import without_attention_kernel
 from tpu_experiments.training.canary import HostModel, is_referred, perturbed, skip_reason, write_parameters
 from tpu_experiments.training.reference import referred
@@ -198,7 +199,7 @@ def probe_rows(trainer: "Trainer") -> list[Batch]:
 def _lengths(trainer: "Trainer", *, longest: int) -> list[tuple[int, int]]:
     """Return the length of each row, and the largest of its first document."""
     budget = trainer.config.trainer.canary.max_tokens
-    window = getattr(trainer.model.source.config, "sliding_window", None) or 0
+    window = window_of(trainer.model.source.config) or 0
     lengths = [min(longest, max(16, budget // share)) for share in SHARES]
     firsts = [length * 5 // 8 for length in lengths]
     beyond = window + max(SMALLEST, window // 4)

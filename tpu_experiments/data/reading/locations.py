@@ -25,6 +25,12 @@ PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5
 LOOKED_AT_BYTES = 4096
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_DATA = (".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xml", ".lz4", ".snappy", ".z")
+LOGINS = {
+    "gs": "`gcloud auth application-default login`",
+    "s3": "`aws configure`, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    **dict.fromkeys(("az", "abfs"), "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or `az login`"),
+}
+"""How one logs in, by the scheme of an address."""
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json")
 """Files of a downloaded data set that describe it and contain no rows."""
 
@@ -120,14 +126,6 @@ def _head(url: str, *, compression: str | None) -> bytes:
         if len(head) >= LOOKED_AT_BYTES:
             break
     return head
-
-
-LOGINS = {
-    "gs": "`gcloud auth application-default login`",
-    "s3": "`aws configure`, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    **dict.fromkeys(("az", "abfs"), "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or `az login`"),
-}
-"""How one logs in, by the scheme of an address."""
 
 
 def _suffixes(name: str, url: str) -> tuple[str, str]:

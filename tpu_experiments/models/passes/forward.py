@@ -65,6 +65,16 @@ def attention_masks(segments_BT: Tensor, *, config: Any, causal: bool = True) ->
     return by_layer_type(mask_of, config=config)
 
 
+def window_of(config: Any) -> int | None:
+    """Return the window of a model's sliding layers; None where none reads one.
+
+    A config keeps any key of its file: `sliding_window` of a Llama is no field of its class, and no layer reads it.
+    """
+    kind = type(config)
+    is_read = hasattr(kind, "sliding_window") or not kind.__module__.startswith("transformers.")
+    return getattr(config, "sliding_window", None) if is_read else None
+
+
 def by_layer_type(mask_of: MaskOf, *, config: Any) -> Tensor | Masks:
     """Return the mask of a model, or one for each type of its layers.
 
@@ -75,10 +85,7 @@ def by_layer_type(mask_of: MaskOf, *, config: Any) -> Tensor | Masks:
         Of layers that hand on a state, None: their classes would take a mask (B, T) of padding, which is behind the
         documents here and does not reach them.
     """
-    # A config keeps any key of its file: `sliding_window` of a Llama is no field of its class, and no layer reads it.
-    kind = type(config)
-    is_read = hasattr(kind, "sliding_window") or not kind.__module__.startswith("transformers.")
-    window: int | None = getattr(config, "sliding_window", None) if is_read else None
+    window = window_of(config)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return mask_of(window, None)

@@ -238,12 +238,13 @@ def describe_trained(
     Raises:
         ConfigError: a tensor of `trained` has no counterpart in the module, or another shape.
     """
-    bases = {name.rpartition(".")[0] for name, _ in source.empty().named_parameters()}
+    empty = source.empty()
+    bases = {name.rpartition(".")[0] for name, _ in empty.named_parameters()}
     weights = {name: weight_of(name.rpartition(".")[0]) if is_adapter_part(name) else name for name in trained}
     strays = [name for name, weight in weights.items() if weight.rpartition(".")[0] not in bases]
     if strays:
         raise _not_of_this_model(strays[0], found=trained[strays[0]].shape, expected=None, model=source, origin=origin)
-    modules = [name for name, _ in source.empty().named_modules()]
+    modules = [name for name, _ in empty.named_modules()]
     # PEFT takes a target that no module has.
     lora = replace(lora, targets=[each for each in lora.targets if any(is_target(name, each) for name in modules)])
     module, _ = describe(source, lora=lora)
