@@ -169,11 +169,10 @@ def sentence_of(error: BaseException) -> tuple[str, int] | None:
 def status_of(error: BaseException) -> int | None:
     """Return the status of the HTTP answer that an error of a client is about."""
     answer = getattr(error, "response", None)
-    places = ((answer, "status_code"), (answer, "status"), (error, "status"), (error, "code"))
-    values = [getattr(holder, name, None) for holder, name in places]
-    if isinstance(answer, dict):  # botocore's
-        values.append(answer.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    for value in values:
+    metadata = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}  # botocore's
+    # one at a time: aiohttp's `code` warns, and its `status` is read before
+    for holder, name in ((answer, "status_code"), (answer, "status"), (error, "status"), (error, "code")):
+        value = getattr(holder, name, metadata.get("HTTPStatusCode"))
         if isinstance(value, str) and value.isdigit():
             value = int(value)
         if type(value) is int and 100 <= value < 600:
