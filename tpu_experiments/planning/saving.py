@@ -8,13 +8,14 @@ step saves where no line applies).
 import logging
 from dataclasses import replace
 
+from tpu_experiments.config.commands import override_of
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import LANES, fitting_rows, rows_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config, TrainerConfig
-from tpu_experiments.config.tuned import given, with_values
+from tpu_experiments.config.tuned import given, value_of, with_values
 from tpu_experiments.metrics.flops import read_decoder, recomputes
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import ChipMemory
@@ -37,28 +38,37 @@ BESIDE_GIB = 0.25
 def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
     """Return the config with `save_dots` and as many rows at once as are estimated to fit with it.
 
-    Where the command, its files or a begun run set `save_dots` themselves, only the rows are chosen. Unchanged where
-    nothing fits, where another policy is set, and where the formulas do not hold: without a TPU's memory, with layers
-    that are not folded or have more than attention, with a base in NF4, with another class of model or trainer, and
-    with objectives whose step needs more than one of next tokens.
+    Where none do, with the layers' inputs and as many rows as fit with them. Of a policy that the command or its files
+    set the rows alone are chosen, and not even those where they are set too. Unchanged where nothing fits, and where
+    the formulas do not hold: without a TPU's memory, with layers that are not folded or have more than attention, with
+    a base in NF4, with another class of model or trainer, and with objectives whose step needs more than one of next
+    tokens.
 
     Args:
         is_begun: the run is a continued one, and keeps what it saves.
         is_logged: log what is chosen.
     """
-    named = given(config)
-    is_open = REMAT not in named and not is_begun and not config.model.saved
-    if not (is_open or config.model.remat == FASTEST) or not is_estimated(config):
+    if not is_estimated(config):
         return config
-    found = largest_fitting(config, keeps_rows=MICRO in named)
+    named = given(config)
+    policies = [(config.model.remat, 1)]
+    if REMAT not in named and not is_begun and not config.model.saved:
+        own = config.model.remat if config.model.remat != FASTEST else ModelConfig.remat
+        policies = [(FASTEST, FEWEST_TOKENS), (own, 1)]
+    for remat, least in policies:
+        kept = with_values(config, {REMAT: remat})
+        found = largest_fitting(kept, keeps_rows=MICRO in named, least=least)
+        if found is not None:
+            break
     if found is None or found[0] == config:
         return config
     chosen, memory = found
     if is_logged:
-        rows = "" if chosen.trainer.micro_batch_rows is None else f" {MICRO}={chosen.trainer.micro_batch_rows}"
+        changed = [key for key in (REMAT, MICRO) if value_of(chosen, key) != value_of(config, key)]
         log.info(
-            "%s=%s%s: formulas put the largest step at %.1f of %.2f GiB; tuned=off leaves %s=%s",
-            REMAT, FASTEST, rows, memory.total, memory.limit, REMAT, config.model.remat,
+            "%s: formulas put the largest step at %.1f of %.2f GiB; tuned=off leaves %s",
+            " ".join(override_of(key, value_of(chosen, key)) for key in changed), memory.total, memory.limit,
+            " ".join(override_of(key, value_of(config, key)) for key in changed),
         )  # fmt: skip
     return replace(chosen, tuned="settled")
 
@@ -79,17 +89,17 @@ def is_estimated(config: Config) -> bool:
     return decoder is not None and decoder.has_equal_layers(config.lora) and not decoder.rule(LANES)
 
 
-def largest_fitting(config: Config, *, keeps_rows: bool) -> tuple[Config, ChipMemory] | None:
-    """Return the config with `save_dots` and the most rows at once that fit, and its memory; None where none do.
+def largest_fitting(config: Config, *, keeps_rows: bool, least: int) -> tuple[Config, ChipMemory] | None:
+    """Return the config with the most rows at once that fit, and its memory; None where none do.
 
     Args:
         keeps_rows: only the configured rows are tried.
+        least: the fewest tokens of a micro-batch to which rows are reduced.
     """
     arch = sizes_of(config.model)
-    for rows in [None] if keeps_rows else rows_to_try(config):
-        values = {REMAT: FASTEST} if rows is None else {REMAT: FASTEST, MICRO: rows}
+    for rows in [None] if keeps_rows else rows_to_try(config, least=least):
         try:
-            chosen = with_values(config, values)
+            chosen = config if rows is None else with_values(config, {MICRO: rows})
             _, memory = largest_stage(chosen, arch, resolve_stages(chosen))
         except ConfigError:  # rows that a stage of another length cannot be divided into
             continue
@@ -98,12 +108,12 @@ def largest_fitting(config: Config, *, keeps_rows: bool) -> tuple[Config, ChipMe
     return None
 
 
-def rows_to_try(config: Config) -> list[int | None]:
+def rows_to_try(config: Config, *, least: int) -> list[int | None]:
     """Return the rows of a chip at once to try, the most first: None as configured, then fewer.
 
-    The latter divide the chip's rows and have at least `FEWEST_TOKENS`.
+    The latter divide the chip's rows and have at least so many tokens.
     """
     rows, seq_len = rows_of(config).global_rows // num_shards(config), rows_of(config).seq_len
     most = fitting_rows(rows, seq_len=seq_len, at_most=config.model.micro_tokens)
-    fewer = [n for n in range(most - 1, 0, -1) if rows % n == 0 and n * seq_len >= FEWEST_TOKENS]
+    fewer = [n for n in range(most - 1, 0, -1) if rows % n == 0 and n * seq_len >= least]
     return [None, *fewer]
