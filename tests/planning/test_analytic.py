@@ -55,7 +55,7 @@ def test_without_libtpu_there_is_a_plan_and_it_is_called_analytic(tmp_path: Path
     assert fields["method"] == fields["hbm_gib_per_chip"]["source"] == "analytic"
     assert fields["num_programs"] == 3
     assert fields["compile_seconds"] is None
-    assert fields["mfu"] == pytest.approx(0.35)
+    assert 0 < fields["mfu"] < 0.1  # a tiny model moves bytes
     assert fields["hours"] > 0
     assert "nothing was compiled (libtpu is not installed)" in done.stdout
 

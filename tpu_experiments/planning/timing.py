@@ -88,7 +88,8 @@ class StepTime:
     """Model FLOPs utilisation, 0 to 1."""
     tokens_per_second_per_chip: float
     method: str = "compiled"
-    """`compiled`: from the compiler's cycles. `analytic` and `datasheet`: FLOPs at an assumed share of peak."""
+    """`compiled`: from the compiler's cycles. `analytic`: by a roofline, of a GPU FLOPs at an assumed share of peak.
+    `datasheet`: the latter."""
 
     @property
     def uncalibrated_s(self) -> float:

@@ -183,12 +183,12 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
     tokens = step.micro_rows * step.seq_len
     chunk = min(step.loss_chunk_tokens or tokens, tokens)
     per_element = step.weight_bytes * tokens
-    kept = _saved_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
+    kept = read_by_layer(decoder, seq_len=step.seq_len, attention=step.attention)
     if step.lora.dora:  # outputs before they get their lengths
         kept += sum(high for _, high in decoder.adapted(step.lora)) / decoder.num_layers
     kept *= per_element
     inputs = (decoder.num_layers * decoder.hidden + _saved_by_name(decoder, step.saved, lora=step.lora)) * per_element
-    recompute = step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
+    recompute = recomputes_layers(decoder, step=step)
     largest = max(wide * high for wide, high in decoder.projections.values())
     average_bytes = 4 * trained if step.averaged else 0.0
     # The sum that is rounded, the integers and their gradient, in float32.
@@ -203,6 +203,11 @@ def analytic_memory(arch: Any, *, step: StepSettings) -> MemoryEstimate:
         gathered=(2 * largest * step.weight_bytes if split > 1 else 0.0) / GIB + of_rounding,
         batch=tokens * step.accumulation * 4 * 4 / GIB,
     )
+
+
+def recomputes_layers(decoder: Decoder, *, step: StepSettings) -> bool:
+    """Return whether the backward pass recomputes layers; of a loop only those that are equal."""
+    return step.recompute and (not step.in_loop or decoder.has_equal_layers(step.lora))
 
 
 def trained_shapes(decoder: Decoder, *, step: StepSettings) -> dict[tuple[int, ...], float]:
@@ -264,7 +269,7 @@ def _other_rows(decoder: Decoder) -> int:
     return int(decoder.matrices - decoder.matrices_of_layers - embeddings) // decoder.hidden
 
 
-def _saved_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
+def read_by_layer(decoder: Decoder, *, seq_len: int, attention: str) -> float:
     """Return the elements per token that the backward pass of one layer reads.
 
     Counted in the manner of arXiv 2205.05198, section 4.1: input, both normalised inputs and the middle of the residual
@@ -315,7 +320,7 @@ def _saved_by_delta(decoder: DeltaHybrid, *, seq_len: int, has_kernels: bool) ->
 
 
 def _saved_by_attention(decoder: Decoder, seq_len: int, attention: str) -> float:
-    """Return `_saved_by_layer` of a layer of attention."""
+    """Return `read_by_layer` of a layer of attention."""
     queries, keys = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
     kept = 4.0 * decoder.hidden + (queries + 2 * keys) + (queries + keys) + queries + 4 * decoder.inner
     if attention == "sdpa":
