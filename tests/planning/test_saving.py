@@ -151,6 +151,15 @@ def test_a_continued_run_keeps_what_it_saves_and_its_rows(tmp_path) -> None:
     assert tuned(before, is_begun=True) == before
 
 
+def test_a_continued_run_has_rows_with_a_margin_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(saving, "MARGIN", 1.9)
+    words = (*V6E8, "trainer.seq_len=1024", f"output_dir={tmp_path}", "name=first")
+    first = tuned(settled_of(*words))
+    RunFolder(str(tmp_path), "first").create(first)
+    again = with_lengths(with_settings_of_run(composed(*words)), None)
+    assert choice(tuned(again, is_begun=True)) == choice(first) == ("save_dots", 2)
+
+
 def test_the_choice_is_logged_once_made(caplog) -> None:
     caplog.set_level("INFO")
     found = tuned(settled_of(*V6E8))

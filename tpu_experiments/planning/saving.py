@@ -51,13 +51,14 @@ def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
     if not is_estimated(config):
         return config
     named = given(config)
-    policies = [(config.model.remat, 1)]
+    policies = [config.model.remat]
     if REMAT not in named and not is_begun and not config.model.saved:
-        own = config.model.remat if config.model.remat != FASTEST else ModelConfig.remat
-        policies = [(FASTEST, FEWEST_TOKENS), (own, 1)]
-    for remat, least in policies:
-        kept = with_values(config, {REMAT: remat})
-        found = largest_fitting(kept, keeps_rows=MICRO in named, least=least)
+        policies = [FASTEST, config.model.remat if config.model.remat != FASTEST else ModelConfig.remat]
+    elif config.model.remat == FASTEST:  # with the rows that it had been chosen with
+        policies = [FASTEST, FASTEST]
+    for number, remat in enumerate(policies, start=1):
+        kept, is_last = with_values(config, {REMAT: remat}), number == len(policies)
+        found = largest_fitting(kept, keeps_rows=MICRO in named, is_last=is_last)
         if found is not None:
             break
     if found is None or found[0] == config:
@@ -89,21 +90,22 @@ def is_estimated(config: Config) -> bool:
     return decoder is not None and decoder.has_equal_layers(config.lora) and not decoder.rule(LANES)
 
 
-def largest_fitting(config: Config, *, keeps_rows: bool, least: int) -> tuple[Config, ChipMemory] | None:
+def largest_fitting(config: Config, *, keeps_rows: bool, is_last: bool) -> tuple[Config, ChipMemory] | None:
     """Return the config with the most rows at once that fit, and its memory; None where none do.
 
     Args:
         keeps_rows: only the configured rows are tried.
-        least: the fewest tokens of a micro-batch to which rows are reduced.
+        is_last: nothing else is left to try, so that memory needs no margin, and rows no fewest tokens.
     """
     arch = sizes_of(config.model)
-    for rows in [None] if keeps_rows else rows_to_try(config, least=least):
+    for rows in [None] if keeps_rows else rows_to_try(config, least=1 if is_last else FEWEST_TOKENS):
         try:
             chosen = config if rows is None else with_values(config, {MICRO: rows})
             _, memory = largest_stage(chosen, arch, resolve_stages(chosen))
         except ConfigError:  # rows that a stage of another length cannot be divided into
             continue
-        if MARGIN * memory.total + BESIDE_GIB <= memory.limit:
+        needed = memory.total if is_last else MARGIN * memory.total + BESIDE_GIB
+        if needed <= memory.limit:
             return chosen, memory
     return None
 
