@@ -155,7 +155,7 @@ def test_a_model_too_large_for_every_setting_is_shown_the_machine_that_holds_it(
     run_plan(ANALYTIC, *MISTRAL, "hw=v5e8", "sharding=replicated", f"output_dir={tmp_path}", "name=p")
     none, larger = plan_fields(tmp_path, "p")["does_not_fit"]["remedies"]
     assert none.startswith(
-        "no trainer.micro_batch_rows, sharding or half of trainer.seq_len fits on hw=v5e8: the least"
+        "no trainer.micro_batch_rows, sharding, model.remat or half of trainer.seq_len fits on hw=v5e8: the least"
     )
     assert larger.startswith("hw=v4-8 trainer.micro_batch_rows=1, the smallest machine of conf/hw")
     layers = "model.arch.num_hidden_layers=3000"

@@ -20,7 +20,8 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.identity import config_hash
 from tpu_experiments.config.schema import Config
 from tpu_experiments.models.huggingface import ShapesOfModel
-from tpu_experiments.planning.check import check_memory, finding
+from tpu_experiments.planning.analytic import estimated_memory
+from tpu_experiments.planning.check import check_memory, finding, remedies_for
 from tpu_experiments.planning.report import plan_json
 from tpu_experiments.planning.stored_plans import plan_folders, programs_key, sizes_of
 
@@ -125,6 +126,23 @@ def test_a_frozen_base_can_be_too_much_by_itself(tmp_path: Path) -> None:
     said = str(caught.value)
     assert "half of trainer.seq_len fits on hw=v5e1: the least of them is estimated to take" in said
     assert " trainer.micro_batch_rows=1, the smallest machine of conf/hw that is estimated to hold it" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ((), "model.remat=layer_inputs (estimated 5.94"),
+        (("model.saved=[up_proj]",), "model.remat=layer_inputs model.saved=[] (estimated 5.94"),
+        (("trainer.micro_batch_rows=8",), "model.remat=layer_inputs trainer.micro_batch_rows=4 (estimated 10.98"),
+        (("trainer.micro_batch_rows=8", "model.remat=layer_inputs"), "trainer.micro_batch_rows=4 (estimated 10.98"),
+    ],
+)
+def test_to_save_less_is_a_remedy(words: tuple[str, ...], advice: str) -> None:
+    rows = ("trainer.seq_len=4096", "trainer.global_batch_rows=64", "trainer.micro_batch_rows=1")
+    config = composed("model=llama31_8b", "data=ultrachat_ro", "hw=v5e8", "model.remat=save_dots", *rows, *words)
+    arch, geometry = config.model.arch, resolve_stages(config)[0].geometry
+    memory = estimated_memory(config, arch, geometry=geometry)
+    assert remedies_for(config, arch, memory=memory, geometry=geometry)[0].startswith(advice)
 
 
 def test_a_plan_of_the_same_programs_is_believed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.messages import choices
 from tpu_experiments.config.model_schema import MeshConfig, ModelConfig
 from tpu_experiments.config.schema import Config, TrainerConfig
+from tpu_experiments.metrics.flops import recomputes, saved_names
 from tpu_experiments.planning.analytic import ITEM_BYTES, estimated_memory, largest_stage, step_settings
 from tpu_experiments.planning.plan import ChipMemory, chip_limit_gib
 from tpu_experiments.planning.stored_plans import SavedPlan, known_plan, sizes_of
@@ -37,8 +38,9 @@ def remedies_for(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geo
     if found:
         return tuple(found.values())
     none = (
-        f"no trainer.micro_batch_rows, sharding or half of trainer.seq_len fits on hw={config.hw.name}: the least of "
-        f"them is estimated to take {min(totals):.2f} of {memory.limit:.2f} GiB per chip"
+        "no trainer.micro_batch_rows, sharding, model.remat or half of trainer.seq_len fits on "
+        f"hw={config.hw.name}: the least of them is estimated to take {min(totals):.2f} of {memory.limit:.2f} GiB per "
+        "chip"
     )
     return (none, *larger_machines(config, arch, geometry=geometry, scale=scale))
 
@@ -54,8 +56,8 @@ def correction(config: Config, arch: Any, *, memory: ChipMemory, geometry: Geome
 def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, Geometry]]:
     """Yield overrides with the config and the batch that they lead to, the mildest first.
 
-    These are a loss in chunks, fewer rows at a time, sharded weights, shorter rows, and a base in int8, on a GPU in
-    NF4.
+    These are a loss in chunks, fewer rows at a time, sharded weights, layers of which the inputs alone are saved,
+    shorter rows, and a base in int8, on a GPU in NF4.
     """
     per_device = geometry.micro_rows * geometry.accumulation
     smaller = [n for n in range(geometry.micro_rows - 1, 0, -1) if per_device % n == 0]
@@ -69,8 +71,12 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
     for cut in cuts:
         yield f"trainer.micro_batch_rows={cut.micro_rows}", config, cut
     for cut in [geometry, *cuts] if can_split else []:
-        micro = "" if cut is geometry else f" trainer.micro_batch_rows={cut.micro_rows}"
-        yield f"sharding=fsdp{micro}", split, cut
+        yield f"sharding=fsdp{rows_text(cut, geometry)}", split, cut
+    if recomputes(config) and saved_names(config):
+        lighter = replace(config, model=replace(config.model, remat=ModelConfig.remat, saved=[]))
+        saved = " model.saved=[]" if config.model.saved else ""
+        for cut in [geometry, *cuts]:
+            yield f"model.remat={ModelConfig.remat}{saved}{rows_text(cut, geometry)}", lighter, cut
     least = cuts[-1] if cuts else geometry
     if geometry.seq_len >= 16:
         shorter = replace(least, seq_len=geometry.seq_len // 2)
@@ -79,8 +85,12 @@ def nearest(config: Config, geometry: Geometry) -> Iterator[tuple[str, Config, G
         base = "nf4" if config.hw.device == "cuda" else "int8"
         quantised = replace(config, model=replace(config.model, base=base))
         for cut in [geometry, *cuts]:
-            micro = "" if cut is geometry else f" trainer.micro_batch_rows={cut.micro_rows}"
-            yield f"model.base={base}{micro}", quantised, cut
+            yield f"model.base={base}{rows_text(cut, geometry)}", quantised, cut
+
+
+def rows_text(cut: Geometry, geometry: Geometry) -> str:
+    """Return the override for fewer rows at a time, after a blank; empty where they are as many."""
+    return "" if cut is geometry else f" trainer.micro_batch_rows={cut.micro_rows}"
 
 
 def larger_machines(config: Config, arch: Any, *, geometry: Geometry, scale: float) -> list[str]:
