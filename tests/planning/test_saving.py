@@ -1,19 +1,28 @@
 """What a step saves where no line of conf/tuned.yaml is, chosen by formulas: when, with how many rows, and when not."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.config.composing import composed
+from tests.hub import HubServer
 from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import with_lengths
 from tpu_experiments.config.schema import Config
 from tpu_experiments.planning import saving
 from tpu_experiments.planning import tuned as table
 from tpu_experiments.planning.analytic import largest_stage
+from tpu_experiments.planning.stored_plans import sizes_of
 from tpu_experiments.planning.tuned import tuned
 from tpu_experiments.storage.run_folder import RunFolder, with_settings_of_run
 
+REPOSITORY = Path(__file__).parents[2]
 LLAMA = ("model=llama31_8b", "data=ultrachat_ro")
 V6E8 = (*LLAMA, "hw=v6e8")
 
@@ -75,6 +84,56 @@ def test_a_preset_that_saves_projections_saves_fewer_of_a_larger_model() -> None
     arch = "model.arch={" + ",".join(f"{key}:{value}" for key, value in larger.items()) + "}"
     assert choice(tuned(settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v5e8"))) == ("save_dots", None)
     assert choice(tuned(settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v5e8", arch))) == ("layer_inputs", None)
+
+
+@pytest.fixture
+def olmo(tmp_path: Path) -> str:
+    """A folder with a config whose sizes no formula knows."""
+    CONFIG_MAPPING["olmo2"]().save_pretrained(tmp_path / "olmo")
+    return f"model.path={tmp_path / 'olmo'}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "layer_inputs"),
+        (("model.init=random",), "save_dots"),
+        (("model.remat=save_attention",), "save_attention"),
+        (("tuned=off",), "save_dots"),
+        (("hw=cpu",), "save_dots"),
+    ],
+)
+def test_what_a_preset_saves_is_not_for_another_model_without_formulas(words, expected, olmo, caplog) -> None:
+    caplog.set_level("INFO")
+    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", olmo, *words)
+    assert choice(tuned(config)) == (expected, None)
+    assert ("the save_dots of model=qwen05b is for its own sizes" in caplog.text) == (expected == "layer_inputs")
+
+
+def test_what_is_named_stays_for_another_model_too(olmo, monkeypatch) -> None:
+    monkeypatch.setattr(saving, "given", lambda config: {"model.remat"})
+    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", olmo)
+    assert tuned(config) == config
+
+
+def test_a_model_of_the_hub_has_its_own_sizes_and_not_those_of_the_preset(tmp_path) -> None:
+    """Its config.json is fetched, as for task=plan."""
+    arch = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80}
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "config.json").write_text(json.dumps(arch))
+    code = (
+        "import json; from tests.config.composing import composed; "
+        "from tpu_experiments.planning.stored_plans import sizes_of; "
+        "print(json.dumps([sizes_of(composed('model=qwen05b', f'model.path={path}').model) for path in "
+        "('org/set', 'org/other')]))"
+    )
+    with HubServer(tmp_path / "set") as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, env=os.environ | hub.environment(tmp_path / "home"),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    assert json.loads(done.stdout) == [arch, None]
+    assert sizes_of(composed("model=qwen05b").model)["num_hidden_layers"] == 24
 
 
 def test_what_is_chosen_fits_and_the_next_number_of_rows_does_not() -> None:

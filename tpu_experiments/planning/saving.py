@@ -19,7 +19,7 @@ from tpu_experiments.config.tuned import given, value_of, with_values
 from tpu_experiments.metrics.flops import read_decoder, recomputes
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import ChipMemory
-from tpu_experiments.planning.stored_plans import sizes_of
+from tpu_experiments.planning.stored_plans import is_own, sizes_of
 
 log = logging.getLogger(__name__)
 REMAT, MICRO = "model.remat", "trainer.micro_batch_rows"
@@ -42,17 +42,18 @@ def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
     set the rows alone are chosen, and not even those where they are set too. Unchanged where nothing fits, and where
     the formulas do not hold: without a TPU's memory, with layers that are not folded or have more than attention, with
     a base in NF4, with another class of model or trainer, and with objectives whose step needs more than one of next
-    tokens.
+    tokens. Of these a model in the place of the preset's own does not save what that does.
 
     Args:
         is_begun: the run is a continued one, and keeps what it saves.
         is_logged: log what is chosen.
     """
-    if not is_estimated(config):
-        return config
     named = given(config)
+    is_open = REMAT not in named and not is_begun and not config.model.saved
+    if not is_estimated(config):
+        return with_inputs_of_another(config, is_logged=is_logged) if is_open else config
     policies = [config.model.remat]
-    if REMAT not in named and not is_begun and not config.model.saved:
+    if is_open:
         policies = [FASTEST, config.model.remat if config.model.remat != FASTEST else ModelConfig.remat]
     elif config.model.remat == FASTEST:  # with the rows that it had been chosen with
         policies = [FASTEST, FASTEST]
@@ -61,7 +62,9 @@ def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
         found = largest_fitting(kept, keeps_rows=MICRO in named, is_last=is_last)
         if found is not None:
             break
-    if found is None or found[0] == config:
+    if found is None:
+        return with_inputs_of_another(config, is_logged=is_logged) if is_open else config
+    if found[0] == config:
         return config
     chosen, memory = found
     if is_logged:
@@ -72,6 +75,21 @@ def with_saving(config: Config, *, is_begun: bool, is_logged: bool) -> Config:
             " ".join(override_of(key, value_of(config, key)) for key in changed),
         )  # fmt: skip
     return replace(chosen, tuned="settled")
+
+
+def with_inputs_of_another(config: Config, *, is_logged: bool) -> Config:
+    """Return the config with the layers' inputs alone saved, where a TPU trains another model than the preset's own.
+
+    What a preset saves fits its own sizes.
+    """
+    if is_own(config.model) or config.hw.topology is None or config.model.remat != FASTEST:
+        return config
+    if is_logged:
+        log.info(
+            "%s=%s: the %s of model=%s is for its own sizes, not those of %s; tuned=off leaves it",
+            REMAT, ModelConfig.remat, FASTEST, config.model.name, config.model.path,
+        )  # fmt: skip
+    return replace(with_values(config, {REMAT: ModelConfig.remat}), tuned="settled")
 
 
 def is_estimated(config: Config) -> bool:

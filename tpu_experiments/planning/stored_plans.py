@@ -6,11 +6,14 @@ import logging
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.hardware import flags_of, values_of
 from tpu_experiments.config.identity import flatten, without_added
+from tpu_experiments.config.messages import path_of_model
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.config.schema import Config
@@ -138,20 +141,41 @@ def digest_of(facts: dict[str, Any]) -> str:
 def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
     """Return the model's sizes without loading transformers.
 
-    They are those of a local checkpoint's config.json or of a GGUF file, otherwise of `model.arch`. None where
+    They are those of a checkpoint's config.json, on this disk or of the Hub, or of a GGUF file, otherwise of
+    `model.arch`, which says nothing of a model that `model.path` names in the place of the preset's. None where
     config.json cannot be read; the run reports what is wrong with it.
     """
-    is_random = model.init == "random" or model.size == "tiny"
-    folder = None if is_random else find_local(model.path)
+    is_of_preset = is_own(model)
+    folder = None if model.init == "random" or model.size == "tiny" else find_local(model.path)
     if folder is not None and is_gguf(folder):
         return config_values(read_header(folder))
+    if folder is None and not is_of_preset:
+        folder = hub_folder(model.path, model.revision)
     if folder is None or not folder.is_dir():
-        return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
+        return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})} if is_of_preset else None
     try:
         values = json.loads(read_regular(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def is_own(model: ModelConfig) -> bool:
+    """Return whether a preset's model is trained, and not another one that `model.path` names in its place."""
+    is_made = model.init == "random" or model.size == "tiny"
+    return is_made or path_of_model(model.name) in (None, model.path)
+
+
+@cache
+def hub_folder(path: str, revision: str | None) -> Path | None:
+    """Return the folder of a Hub model's config.json in the Hub's cache, into which it is fetched; None without it."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, "config.json", revision=revision)).parent
+    except Exception as error:  # of a dozen types: offline, gated, missing, not a Hub's name
+        log.info("model.path=%s; its config.json was not read (%s)", path, type(error).__name__)
+        return None
 
 
 def saved_plans(folder: str) -> Iterator[SavedPlan]:
