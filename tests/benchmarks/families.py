@@ -84,7 +84,7 @@ def certify(model_type: str, place: Path, *, machines: Sequence[str], method: st
     config.save_pretrained(folder)
     command = ["run.py", "task=certify", "model=qwen05b", *words_of(model_type, folder), f"name={model_type}"]
     command += ["hw=cpu", f"task.machines=[{','.join(machines)}]", f"task.method={method}"]
-    command += ["trainer.seq_len=2048", "trainer.global_batch_rows=256"]
+    command += ["trainer.seq_len=2048", "trainer.global_batch_rows=256", "trainer.micro_batch_rows=1"]
     command += ["data=sample_text", f"task.checks=[{','.join(CHECKS)}]", f"output_dir={place}"]
     with tempfile.TemporaryFile("w+") as said:
         child = multiprocessing.get_context("fork").Process(target=in_child, args=(command, said))
