@@ -141,7 +141,7 @@ def test_modules_count_as_the_formula_does(model_type: str, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "remat"),
-    [("olmo2", "none"), ("olmo2", "layer_inputs"), ("gpt_neox", "none"), ("starcoder2", "layer_inputs")],
+    [("nemotron", "none"), ("nemotron", "layer_inputs"), ("gpt_neox", "none"), ("starcoder2", "layer_inputs")],
 )
 def test_a_training_program_has_the_products_that_are_counted(model_type: str, remat: str) -> None:
     from tpu_experiments.planning.hlo.program import read_program
@@ -191,8 +191,8 @@ def test_a_state_is_refused(model_type: str) -> None:
 
 
 def test_settings_alone_load_no_transformers() -> None:
-    with pytest.raises(ConfigError, match=r"model\.arch\.model_type=olmo2"):
-        read_decoder(json.loads(small_config("olmo2").to_json_string()))
+    with pytest.raises(ConfigError, match=r"model\.arch\.model_type=nemotron"):
+        read_decoder(json.loads(small_config("nemotron").to_json_string()))
 
 
 @pytest.mark.slow

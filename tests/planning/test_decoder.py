@@ -32,6 +32,11 @@ VARIANTS = {
     "mistral tied": {"tie_word_embeddings": True},
     "smollm3": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
+    "olmo3": {"pad_token_id": 0},
+    "glm": {"pad_token_id": 0},
+    "glm with biases": {"pad_token_id": 0, "attention_bias": True},
+    "glm4": {"pad_token_id": 0},
 }
 
 

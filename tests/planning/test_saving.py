@@ -87,10 +87,10 @@ def test_a_preset_that_saves_projections_saves_fewer_of_a_larger_model() -> None
 
 
 @pytest.fixture
-def olmo(tmp_path: Path) -> str:
+def uncounted(tmp_path: Path) -> str:
     """A folder with a config whose sizes no formula knows."""
-    CONFIG_MAPPING["olmo2"]().save_pretrained(tmp_path / "olmo")
-    return f"model.path={tmp_path / 'olmo'}"
+    CONFIG_MAPPING["nemotron"]().save_pretrained(tmp_path / "nemotron")
+    return f"model.path={tmp_path / 'nemotron'}"
 
 
 @pytest.mark.parametrize(
@@ -103,16 +103,16 @@ def olmo(tmp_path: Path) -> str:
         (("hw=cpu",), "save_dots"),
     ],
 )
-def test_what_a_preset_saves_is_not_for_another_model_without_formulas(words, expected, olmo, caplog) -> None:
+def test_what_a_preset_saves_is_not_for_another_model_without_formulas(words, expected, uncounted, caplog) -> None:
     caplog.set_level("INFO")
-    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", olmo, *words)
+    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", uncounted, *words)
     assert choice(tuned(config)) == (expected, None)
     assert ("the save_dots of model=qwen05b is for its own sizes" in caplog.text) == (expected == "layer_inputs")
 
 
-def test_what_is_named_stays_for_another_model_too(olmo, monkeypatch) -> None:
+def test_what_is_named_stays_for_another_model_too(uncounted, monkeypatch) -> None:
     monkeypatch.setattr(saving, "given", lambda config: {"model.remat"})
-    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", olmo)
+    config = settled_of("model=qwen05b", "data=ultrachat_ro", "hw=v6e8", uncounted)
     assert tuned(config) == config
 
 

@@ -58,8 +58,14 @@ class Family:
     """RMSNorms over the MLP's inner size per layer. No field: the digests of stored plans are of the fields."""
     is_fused: ClassVar[bool] = False
     """Whether projections that read the same input are one matrix."""
+    is_mlp_fused: ClassVar[bool] = False
+    """Whether those of the MLP are, and those of attention are not."""
     ends_in_norm: ClassVar[bool] = False
     """Whether a norm follows the MLP's last matrix, of a layer with two norms. No field."""
+    wide_norms: ClassVar[bool] = False
+    """Whether a layer has an RMSNorm over the queries of all heads, and one over all keys. No field."""
+    period: ClassVar[int] = 6
+    """Layers of which the last attends to all, where `window` is `period` and the config does not say. No field."""
     qkv_bias: bool = False
     tied: bool = False
     """`tie_word_embeddings` where the config does not have it."""
@@ -83,10 +89,25 @@ class PostNormFamily(Family):
 
 
 @dataclass(frozen=True)
+class WideNormFamily(PostNormFamily):
+    """Beside norms behind attention and MLP there are some over queries and keys, of all heads together."""
+
+    wide_norms: ClassVar[bool] = True
+    period: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
 class FusedFamily(Family):
     """Queries, keys and values are one matrix, and so are the two that the MLP multiplies its input with."""
 
     is_fused: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class FusedMlpFamily(Family):
+    """The two matrices that the MLP multiplies its input with are one."""
+
+    is_mlp_fused: ClassVar[bool] = True
 
 
 FAMILIES = {
@@ -108,6 +129,10 @@ FAMILIES = {
     "gemma2": Family(norms=4, tied=True),
     "seed_oss": Family(qkv_bias=True),
     "exaone4": PostNormFamily(head_norms=2),
+    "olmo2": WideNormFamily(),
+    "olmo3": WideNormFamily(window="period"),
+    "glm": FusedMlpFamily(),
+    "glm4": FusedMlpFamily(norms=4),
 }
 
 
@@ -148,10 +173,15 @@ class Decoder:
         """(in, out) of the matrices of one layer."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        fused_mlp = {
+            "gate_up_proj": (self.hidden, 2 * self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
         if self.family.is_fused:
             found = {"qkv_proj": (self.hidden, queries + 2 * keys), "o_proj": (queries, self.hidden)}
-            found |= {"gate_up_proj": (self.hidden, 2 * self.intermediate)}
-            return found | {"down_proj": (self.intermediate, self.hidden)}
+            return found | fused_mlp
+        if self.family.is_mlp_fused:
+            return dict(zip(ATTENTION_PROJECTIONS, attention, strict=True)) | fused_mlp
         mlp = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
         return dict(zip(ATTENTION_PROJECTIONS + MLP_PROJECTIONS, attention + mlp, strict=True))
 
@@ -196,6 +226,7 @@ class Decoder:
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.family.qkv_bias else 0
         norms = self.family.norms * self.hidden + self.family.head_norms * self.head_dim
         norms += self.family.inner_norms * self.intermediate
+        norms += self.family.wide_norms * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.num_layers * (norms + biases) + self.hidden
 
     @property
@@ -1020,6 +1051,8 @@ def _read_by_formula(arch: Any) -> Decoder:
             f"model.arch.model_type={kind}; its FLOPs and bytes are not counted yet. {suggest(str(kind), FAMILIES)} A "
             "dense decoder with the seven projections takes one line in tpu_experiments/metrics/flops.py."
         )
+    if family.is_mlp_fused and _value(arch, "attention_bias"):  # GLM's is of queries, keys and values
+        family = replace(family, qkv_bias=True)
     missing = [name for name in REQUIRED if _value(arch, name) is None]
     if missing:
         raise ConfigError(f"model.arch.{missing[0]} is not set; task=plan counts from {', '.join(REQUIRED)}; set it.")
@@ -1054,7 +1087,7 @@ def _windows(arch: Any, family: Family) -> tuple[int | None, ...]:
     if kinds:
         slides = [kind == "sliding_attention" for kind in kinds]
     elif family.window == "period":
-        period = int(_value(arch, "sliding_window_pattern") or 6)
+        period = int(_value(arch, "sliding_window_pattern") or family.period)
         slides = [(layer + 1) % period != 0 for layer in layers]
     elif family.window == "late":
         first = int(_value(arch, "max_window_layers") or 28) if _value(arch, "use_sliding_window") else len(layers)
