@@ -28,6 +28,8 @@ class PlainKernel:
     def forward(self, *tensors, heads, scores):
         self.turned.append(tensors[4].numel() > 0)
         assert tensors[3].dtype == torch.int32
+        assert len({each.dtype for each in (*tensors[:3], tensors[4])}) == 1  # as the compiled kernel asserts
+        assert tensors[1].shape == tensors[2].shape
         _, _, v, weights = self.parts(*tensors, heads=heads, scores=scores)
         out = (weights @ v).transpose(1, 2).flatten(2)
         return out, out.new_zeros(out.shape[0], heads, out.shape[1])

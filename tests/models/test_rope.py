@@ -25,7 +25,21 @@ SMALL = {
 }
 LEFT = {"mistral": {}, "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "gemma3_text": {"head_dim": 8}}
 # normalised after turning; a quarter of each head turned; pairs of neighbours turned
-OWN = {"hunyuan_v1_dense": {"head_dim": 8}, "stablelm": {}, "cohere": {}}
+OWN = {
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "stablelm": {},
+    "cohere": {},
+    # values narrower than queries and keys
+    "deepseek_v3": {
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+    },
+}
 
 
 @pytest.fixture
@@ -35,12 +49,12 @@ def kernel():
     install_attention_kernel(None)
 
 
-def outcome(model_type, settings, kernel, *, attention=FLASH):
+def outcome(model_type, settings, kernel, *, attention=FLASH, dtype=torch.float32):
     """Logits and the gradients of all weights."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
     config._attn_implementation = attention
-    module = AutoModelForCausalLM.from_config(config)
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     install_attention_kernel(kernel)
     parameters = dict(module.named_parameters())
     positions = torch.cat([torch.arange(9), torch.arange(7)])[None].expand(2, -1)
@@ -59,6 +73,15 @@ def test_the_kernel_turns_where_the_model_would_and_only_there(model_type, kerne
     for ours, theirs in zip(kernels, plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-5)
     assert set(kernel.turned[-2:]) == {model_type in LEFT}
+
+
+@pytest.mark.parametrize(("model_type", "turns"), [("llama", True), ("olmo2", False), ("olmo3", False)])
+def test_a_rotation_in_another_data_type_is_the_models_own(model_type, turns, kernel):
+    """OLMo's cosine and sine are float32 beside queries in bfloat16, and so is the product with them."""
+    kernels = outcome(model_type, {}, kernel, dtype=torch.bfloat16)
+    assert set(kernel.turned) == {turns}
+    plain = outcome(model_type, {}, None, attention="sdpa", dtype=torch.bfloat16)
+    torch.testing.assert_close(kernels[0], plain[0], atol=0.02 * float(plain[0].abs().max()), rtol=0.02)
 
 
 def test_what_stands_in_is_taken_away_again(kernel):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -106,10 +107,11 @@ def flash(
                 f"model.attention=flash; the model's config has dropout={dropout:g} of the weights of attention, which "
                 "the TPU's kernel does not compute; use model.attention=sdpa, or set it to 0 in the config."
             )
-        flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
         scores, heads = Scores(scale, sliding_window, softcap, causal), query.shape[1]
-        out = attention(*flat, segments=segments_BT, rotation=pending_rotation(query, key), heads=heads, scores=scores)
-        return out.unflatten(2, (heads, -1)), None
+        rotation, features = pending_rotation(query, key), value.shape[-1]
+        flat = [tensor.transpose(1, 2).flatten(2) for tensor in of_one_width(query, key, value)]
+        out = attention(*flat, segments=segments_BT, rotation=rotation, heads=heads, scores=scores)
+        return out.unflatten(2, (heads, -1))[..., :features], None
     if causal:
         mask = causal_mask(segments_BT, window=sliding_window)
     else:
@@ -117,6 +119,16 @@ def flash(
     if softcap is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)
     return _capped(query, key, value, mask=mask, scale=scale, soft_cap=softcap, dropout=dropout), None
+
+
+def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return the tensors (B, N, T, D) with zeros behind the features of those that are narrower than the others.
+
+    The kernel has one width. Zeros change no score, and come out as zeros (DeepSeek's values are narrower than its
+    queries and keys).
+    """
+    width = max(query.shape[-1], value.shape[-1])
+    return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
 
 
 def require_known(module: nn.Module, others: Mapping[str, Any], *, causal: bool) -> None:
