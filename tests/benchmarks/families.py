@@ -62,11 +62,17 @@ OWN: dict[str, dict[str, Any]] = {
 (Nemotron-4 15B's are taken, arXiv 2402.16819)."""
 
 
+WITH_DROPOUT = ("gpt2", "seed_oss")
+"""Types that drop weights of attention by default, which `model.attention=flash` does not compute on a TPU."""
+
+
 def words_of(model_type: str, folder: Path) -> list[str]:
     """Return the settings with which the family is certified."""
     lines = DECODERS.read_text(encoding="utf-8").splitlines()
     found = next((each for each in map(json.loads, lines) if each["type"] == model_type), {})
-    words = [f"model.attention={found.get('attention', 'eager')}", f"lora.targets=[{targets_of(found)}]"]
+    attention = "sdpa" if model_type in WITH_DROPOUT else found.get("attention", "eager")
+    words = [f"model.attention={attention}", f"lora.targets=[{targets_of(found)}]"]
+    words += ["model.remat=layer_inputs"] if model_type == "xlstm" else []  # it has no attention whose output is saved
     packing = "best_fit" if found.get("rows", "packed") == "packed" else "pad"
     more = [] if packing == "best_fit" else ["prepare.long_documents=truncate"]
     return [f"model.path={folder}", *words, f"prepare.packing={packing}", *more]
