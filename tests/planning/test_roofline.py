@@ -87,7 +87,7 @@ def test_a_note_says_how_the_seconds_came_about() -> None:
             composed(*V6E8, "sharding=fsdp_tensor"),
         )
     ]
-    assert "0.8 to 1.35 times" in notes[0]
+    assert "0.8 to 1.5 times" in notes[0]
     assert "sorting tokens by expert" in notes[1]
     assert "35 % of peak" in notes[2]
     assert "sums of activations" in notes[3]

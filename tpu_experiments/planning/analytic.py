@@ -120,7 +120,7 @@ def how_timed(config: Config, arch: Any) -> str:
     """Return how formulas came to the seconds of a step, for a plan's notes."""
     if config.hw.topology is None:
         return f"a step is its FLOPs at an assumed {100 * SHARE_OF_PEAK:.0f} % of peak; no network, no bandwidth"
-    found = "a step's seconds are of a roofline: compiled ones take 0.8 to 1.35 times as long where both are known"
+    found = "a step's seconds are of a roofline: compiled ones take 0.8 to 1.5 times as long where both are known"
     if read_decoder(arch).stacked:
         found += "; sorting tokens by expert is not counted, and took half of the one compiled mixture's step"
     if mesh_of(config.hw, config.sharding).tensor > 1:
