@@ -28,7 +28,8 @@ class PlainKernel:
     def forward(self, *tensors, heads, scores):
         self.turned.append(tensors[4].numel() > 0)
         assert tensors[3].dtype == torch.int32
-        assert len({each.dtype for each in (*tensors[:3], tensors[4])}) == 1  # as the compiled kernel asserts
+        assert len({each.dtype for each in tensors[:3]}) == 1  # as of the compiled kernel
+        assert tensors[4].dtype in (tensors[0].dtype, torch.float32)
         assert tensors[1].shape == tensors[2].shape
         _, _, v, weights = self.parts(*tensors, heads=heads, scores=scores)
         out = (weights @ v).transpose(1, 2).flatten(2)
@@ -44,7 +45,7 @@ class PlainKernel:
         grads = [of_scores @ k, of_scores.mT @ q, weights.mT @ grad]
         if saved[4].numel():
             cos, sin = saved[4][:, :, None]
-            grads[:2] = [g * cos - halves(g * sin) for g in grads[:2]]
+            grads[:2] = [(g * cos - halves(g * sin)).to(g.dtype) for g in grads[:2]]
         groups = heads * q.shape[3] // saved[1].shape[2]
         grads[1:] = [g.unflatten(1, (-1, groups)).sum(2) for g in grads[1:]]
         return tuple(g.transpose(1, 2).flatten(2) for g in grads)
@@ -54,7 +55,7 @@ class PlainKernel:
         q, k, v = (t.unflatten(2, (-1, q.shape[2] // heads)).transpose(1, 2) for t in (q, k, v))
         if rotation.numel():
             cos, sin = rotation[:, :, None]
-            q, k = (t * cos + halves(t) * sin for t in (q, k))
+            q, k = ((t * cos + halves(t) * sin).to(t.dtype) for t in (q, k))
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         products = (q @ k.mT * scores.scale).masked_fill(~mask_of(segments, scores), -torch.inf)
         return q, k, v, torch.softmax(products, -1)

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mistral import modeling_mistral
 
 from tests.models.plain_kernel import PlainKernel
 from tpu_experiments.config.errors import ConfigError
@@ -75,18 +76,25 @@ def test_the_kernel_turns_where_the_model_would_and_only_there(model_type, kerne
     assert set(kernel.turned[-2:]) == {model_type in LEFT}
 
 
-@pytest.mark.parametrize(("model_type", "turns"), [("llama", True), ("olmo2", False), ("olmo3", False)])
-def test_a_rotation_in_another_data_type_is_the_models_own(model_type, turns, kernel):
-    """OLMo's cosine and sine are float32 beside queries in bfloat16, and so is the product with them."""
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "olmo3"])
+def test_models_in_bfloat16_are_turned_in_their_own_data_type(model_type, kernel):
+    """OLMo's cosine and sine are float32 beside queries in bfloat16."""
     kernels = outcome(model_type, {}, kernel, dtype=torch.bfloat16)
-    assert set(kernel.turned) == {turns}
+    assert set(kernel.turned) == {True}
     plain = outcome(model_type, {}, None, attention="sdpa", dtype=torch.bfloat16)
     torch.testing.assert_close(kernels[0], plain[0], atol=0.02 * float(plain[0].abs().max()), rtol=0.02)
 
 
-def test_what_stands_in_is_taken_away_again(kernel):
-    from transformers.models.mistral import modeling_mistral
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16", "float32"), ("bfloat16", "bfloat16", "float64")])
+def test_other_data_types_are_left_to_the_model(dtypes):
+    query, key, table = (torch.ones(1, 1, 3, 8, dtype=getattr(torch, name)) for name in dtypes)
+    with rope._rope_deferred([modeling_mistral]):
+        turned = modeling_mistral.apply_rotary_pos_emb(query, key, table[0], table[0])
+        assert not rope._deferred
+    assert turned[0] is not query
 
+
+def test_what_stands_in_is_taken_away_again(kernel):
     before = modeling_mistral.apply_rotary_pos_emb
     outcome("mistral", {}, kernel)
     assert modeling_mistral.apply_rotary_pos_emb is before

@@ -12,7 +12,7 @@ from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
 from tests.models.plain_kernel import mask_of
 from tpu_experiments.runtime.kernels import attention
 from tpu_experiments.runtime.kernels.attention import AttentionCall, Scores
-from tpu_experiments.runtime.kernels.splash import attention_function, lowered
+from tpu_experiments.runtime.kernels.splash import arguments_of, attention_function, lowered
 
 pytestmark = pytest.mark.xla  # they go backward on the CPU, which fixes autograd's queues
 # The first and the third take several blocks.
@@ -91,6 +91,26 @@ def test_the_kernels_compute_attention_and_its_gradients(call):
     inputs = random_inputs(call)
     for kernel, formula in zip(by_kernel(call, *inputs), by_formula(call, *inputs), strict=True):
         torch.testing.assert_close(kernel, formula, atol=1e-5 * float(formula.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("whole_bytes", [attention.WHOLE_BYTES, 0], ids=["whole rows", "splash"])
+def test_cosines_and_sines_in_float32_turn_heads_in_bfloat16(whole_bytes, monkeypatch):
+    """As OLMo's do; rounded to bfloat16 they would move the output three times as far as its own rounding."""
+    monkeypatch.setattr(attention, "WHOLE_BYTES", whole_bytes)
+    call = dataclasses.replace(MISTRAL, dtype="bfloat16", rotation_dtype="float32")
+    assert arguments_of(call, direction="forward")[4].dtype == jax.numpy.float32
+    *tensors, turns, segments = random_inputs(call)
+    tensors = [tensor.bfloat16() for tensor in tensors]
+    expected = by_formula(call, *tensors, turns, segments)[0]
+    flat = [jax.numpy.asarray(t.transpose(1, 2).flatten(2).float().numpy(), dtype=call.dtype) for t in tensors[:3]]
+
+    def apart(turns: torch.Tensor) -> float:
+        run = attention_function(call, direction="forward", target="interpreted")
+        out = torch.from_numpy(np.array(run(*flat, segments.numpy(), turns.numpy())[0], dtype=np.float32))
+        return float((out.unflatten(2, (call.heads, -1)).transpose(1, 2) - expected).norm() / expected.norm())
+
+    assert apart(turns) < 0.005
+    assert apart(turns) < 0.9 * apart(turns.bfloat16().float())
 
 
 @pytest.mark.parametrize("call", [MISTRAL, QWEN, LOCAL, WHOLE], ids=["mistral", "qwen", "local encoder", "encoder"])

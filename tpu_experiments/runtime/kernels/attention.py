@@ -208,6 +208,8 @@ class AttentionCall:
     """Whether the chip's vector memory holds a row of several blocks (`holds_rows`)."""
     layers: int = 0
     """Layers of the stacks that the backward pass reads q, k and v from; 0 where they are one layer's."""
+    rotation_dtype: str = ""
+    """jax's name of the data type of cosine and sine where it is another one (float32 of OLMo); empty elsewhere."""
 
     @property
     def is_whole(self) -> bool:
@@ -365,5 +367,6 @@ def call_of(
         max_block=max_block,
         holds_rows=holds_rows,
         layers=layers[0] if layers else 0,
+        rotation_dtype=DTYPES[rotation.dtype] if rotates and rotation.dtype != q.dtype else "",
     )
     return call, [q, k, v, segments, *([rotation] if rotates else []), *others]

@@ -180,7 +180,7 @@ def arguments_of(call: AttentionCall, *, direction: Direction) -> list[Any]:
     given = [jax.ShapeDtypeStruct((*stacks, *read.shape), call.dtype) for read in (query, key, key)]
     given.append(jax.ShapeDtypeStruct((rows, length), jnp.int32))
     if call.rotates:
-        given.append(jax.ShapeDtypeStruct((2, rows, length, size), call.dtype))
+        given.append(jax.ShapeDtypeStruct((2, rows, length, size), call.rotation_dtype or call.dtype))
     if direction == "backward":
         given += [query, jax.ShapeDtypeStruct((rows, call.heads, length), jnp.float32)]
         given += [jax.ShapeDtypeStruct((), jnp.int32)] if call.layers else []
