@@ -47,10 +47,12 @@ def test_each_chip_runs_the_kernel_on_its_rows(tmp_path):
     assert re.search(r"bf16\[3,1,256,64\]\{\S*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer\"", text)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_compiler_takes_the_longest_row_that_is_held_whole(direction, tmp_path):
-    """8,192 tokens of 128 features, on a machine whose operations have 16 MiB of vector memory by default."""
-    call = AttentionCall(1, 8, 2, 8192, 128, "bfloat16", Scores(0.1), rotates=True)
+@pytest.mark.parametrize("rotation_dtype", ["", "float32"])
+@pytest.mark.parametrize(("direction", "length"), [("forward", 8192), ("backward", 8192), ("backward", 1024)])
+def test_the_compiler_takes_the_longest_row_that_is_held_whole(direction, length, rotation_dtype, tmp_path):
+    """8,192 tokens of 128 features, and one block, on a machine whose operations have 16 MiB of vector memory by
+    default."""
+    call = AttentionCall(1, 8, 2, length, 128, "bfloat16", Scores(0.1), rotates=True, rotation_dtype=rotation_dtype)
     assert call.is_whole
     arguments = [{"axes": [], "alias": None}] * len(arguments_of(call, direction=direction))
     request = {"topology": "v5e:1x1", "num_chips": 1, "num_replicas": 1, "mesh": {}, "arguments": arguments}
