@@ -109,9 +109,12 @@ def flash(
             )
         scores, heads = Scores(scale, sliding_window, softcap, causal), query.shape[1]
         rotation, features = pending_rotation(query, key), value.shape[-1]
-        flat = [tensor.transpose(1, 2).flatten(2) for tensor in of_one_width(query, key, value)]
+        if features != query.shape[-1]:
+            query, key, value = of_one_width(query, key, value)
+        flat = [tensor.transpose(1, 2).flatten(2) for tensor in (query, key, value)]
         out = attention(*flat, segments=segments_BT, rotation=rotation, heads=heads, scores=scores)
-        return out.unflatten(2, (heads, -1))[..., :features], None
+        out_BTHD = out.unflatten(2, (heads, -1))
+        return out_BTHD if features == query.shape[-1] else out_BTHD[..., :features], None
     if causal:
         mask = causal_mask(segments_BT, window=sliding_window)
     else:
