@@ -26,7 +26,7 @@ from tpu_experiments.config.errors import ConfigError, suggest
 from tpu_experiments.config.fields import walk
 from tpu_experiments.config.folders import CONF, has_tokenizer
 from tpu_experiments.config.hardware import HwConfig
-from tpu_experiments.config.messages import choices, path_of_model, sentence
+from tpu_experiments.config.messages import choices, is_own, sentence
 from tpu_experiments.config.model_schema import ModelConfig, ShardingConfig
 from tpu_experiments.config.schema import GROUPS, Config
 from tpu_experiments.config.start import is_to_give
@@ -113,8 +113,7 @@ PLAIN_FOLDER = re.compile(
 
 def _own_name(model: ModelConfig) -> str | None:
     """Return the name of a model of the user's own, from its folder or Hub id; None for one of conf/model."""
-    shipped = path_of_model(model.name)
-    if model.size != "full" or model.init == "random" or shipped in (None, model.path):
+    if is_own(model):
         return None
     parts = [part for part in re.split(r"[/\\]", model.path) if part.strip(".")]
     first = next((at for at in reversed(range(len(parts))) if not PLAIN_FOLDER.fullmatch(parts[at].lower())), 0)

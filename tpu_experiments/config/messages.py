@@ -20,6 +20,7 @@ from tpu_experiments.config.commands import PROGRAM
 from tpu_experiments.config.data_schema import DataSourceConfig
 from tpu_experiments.config.errors import nearest, suggest
 from tpu_experiments.config.folders import CONF, PACKAGE
+from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.overlay import OWN_ENTRIES
 from tpu_experiments.config.schema import Config
 from tpu_experiments.config.words import CHOICES, machines_near, of_habit
@@ -257,6 +258,12 @@ def path_of_model(model: str) -> str | None:
         return None
     found = re.search(r"^path: (\S+)$", (CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
+
+
+def is_own(model: ModelConfig) -> bool:
+    """Return whether a preset's model is trained, and not another one that `model.path` names in its place."""
+    is_drawn = model.size != "full" or model.init == "random"
+    return is_drawn or path_of_model(model.name) in (None, model.path)
 
 
 def argument_problem(arguments: Sequence[str]) -> str | None:

@@ -59,7 +59,7 @@ class Family:
     is_fused: ClassVar[bool] = False
     """Whether projections that read the same input are one matrix."""
     is_mlp_fused: ClassVar[bool] = False
-    """Whether those of the MLP are, and those of attention are not."""
+    """Whether the two that the MLP multiplies its input with are one matrix, beside attention's three. No field."""
     ends_in_norm: ClassVar[bool] = False
     """Whether a norm follows the MLP's last matrix, of a layer with two norms. No field."""
     wide_norms: ClassVar[bool] = False

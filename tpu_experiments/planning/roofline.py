@@ -94,9 +94,9 @@ def gathering(decoder: Decoder, *, step: StepSettings) -> Transfer:
     Training of everything hands the gradients back as well.
     """
     chips = step.chips if step.sharding == "fsdp" else 1
-    times = PASSES_OF_WEIGHTS + (step.trainable == "full")
-    count = step.accumulation * times * decoder.num_layers
-    return Transfer("all-gather", count, count / decoder.num_layers * weights_of(decoder, step=step), count, chips)
+    times = step.accumulation * (PASSES_OF_WEIGHTS + (step.trainable == "full"))
+    count = times * decoder.num_layers
+    return Transfer("all-gather", count, times * weights_of(decoder, step=step), count, chips)
 
 
 def weights_of(decoder: Decoder, *, step: StepSettings) -> float:

@@ -13,13 +13,14 @@ from tpu_experiments.config.curriculum import resolve_stages
 from tpu_experiments.config.defaults import LANES, fitting_rows, rows_of
 from tpu_experiments.config.errors import ConfigError
 from tpu_experiments.config.mesh import num_shards
+from tpu_experiments.config.messages import is_own
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.schema import Config, TrainerConfig
 from tpu_experiments.config.tuned import given, value_of, with_values
 from tpu_experiments.metrics.flops import read_decoder, recomputes
 from tpu_experiments.planning.analytic import largest_stage
 from tpu_experiments.planning.plan import ChipMemory
-from tpu_experiments.planning.stored_plans import is_own, sizes_of
+from tpu_experiments.planning.stored_plans import sizes_of
 
 log = logging.getLogger(__name__)
 REMAT, MICRO = "model.remat", "trainer.micro_batch_rows"

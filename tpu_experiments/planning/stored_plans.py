@@ -13,7 +13,7 @@ from typing import Any
 from tpu_experiments.config.curriculum import Stage
 from tpu_experiments.config.hardware import flags_of, values_of
 from tpu_experiments.config.identity import flatten, without_added
-from tpu_experiments.config.messages import path_of_model
+from tpu_experiments.config.messages import is_own
 from tpu_experiments.config.model_schema import ModelConfig
 from tpu_experiments.config.regular_files import read_regular
 from tpu_experiments.config.schema import Config
@@ -145,25 +145,20 @@ def sizes_of(model: ModelConfig) -> Mapping[str, Any] | None:
     `model.arch`, which says nothing of a model that `model.path` names in the place of the preset's. None where
     config.json cannot be read; the run reports what is wrong with it.
     """
-    is_of_preset = is_own(model)
     folder = None if model.init == "random" or model.size == "tiny" else find_local(model.path)
     if folder is not None and is_gguf(folder):
         return config_values(read_header(folder))
-    if folder is None and not is_of_preset:
+    if (folder is None or not folder.is_dir()) and is_own(model):
+        return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})}
+    if folder is None:
         folder = hub_folder(model.path, model.revision)
-    if folder is None or not folder.is_dir():
-        return {**model.arch, **(model.tiny_arch if model.size == "tiny" else {})} if is_of_preset else None
+    if folder is None:
+        return None
     try:
         values = json.loads(read_regular(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
-
-
-def is_own(model: ModelConfig) -> bool:
-    """Return whether a preset's model is trained, and not another one that `model.path` names in its place."""
-    is_made = model.init == "random" or model.size == "tiny"
-    return is_made or path_of_model(model.name) in (None, model.path)
 
 
 @cache

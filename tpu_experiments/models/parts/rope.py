@@ -168,7 +168,7 @@ def _rope_deferred(files: list[ModuleType]) -> Iterator[None]:
 def _deferring(apply_rope: Callable[..., tuple[Tensor, Tensor]], *, file: str) -> Callable[..., tuple[Tensor, Tensor]]:
     def defer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
         is_usual = not rest and more in ({}, {"unsqueeze_dim": 1})  # ModernBERT states the default
-        is_usual &= query.dtype == key.dtype and cos.dtype in (query.dtype, torch.float32)  # float32: OLMo, Ernie 4.5
+        is_usual &= query.dtype == key.dtype and cos.dtype in (query.dtype, torch.float32)  # float32: OLMo
         if not is_usual or query.ndim != 4 or cos.shape[-1] != query.shape[-1]:
             return apply_rope(query, key, cos, sin, *rest, **more)
         _require_none_pending(file.rpartition(".")[2].removeprefix("modeling_"))
